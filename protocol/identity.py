@@ -1,0 +1,111 @@
+"""Ed25519 identities. A party *is* its public key; its id is the SHA-256 of that key.
+
+Key files hold the 32-byte seed as hex, are created with mode 0600 and refused when others can read them.
+Spec: ``docs/spec/messages.md``, "Identities".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+from nacl.exceptions import BadSignatureError
+from nacl.signing import SigningKey, VerifyKey
+
+from protocol.errors import E_KEY_FILE, E_SIGNATURE, LocalFault, PeerFault
+
+
+def key_id(public_key: bytes) -> str:
+    """Id of a party: lower-case hex SHA-256 of its 32-byte Ed25519 public key."""
+    return hashlib.sha256(public_key).hexdigest()
+
+
+def verify(public_key: bytes, message: bytes, signature: bytes) -> None:
+    """Check an Ed25519 signature (RFC 8032).
+
+    Raises:
+        PeerFault: ``E_SIGNATURE``.
+    """
+    try:
+        VerifyKey(public_key).verify(message, signature)
+    except (BadSignatureError, ValueError, TypeError) as error:
+        raise PeerFault(
+            E_SIGNATURE, "signature does not verify", expected=f"a signature by {key_id(public_key)[:16]}",
+            got=str(error),
+        ) from None
+
+
+class Identity:
+    """A signing key of ours."""
+
+    def __init__(self, seed: bytes):
+        self._key = SigningKey(seed)
+        self.public_key: bytes = bytes(self._key.verify_key)
+        self.id: str = key_id(self.public_key)
+
+    def __repr__(self) -> str:
+        return f"Identity({self.id[:16]})"
+
+    def sign(self, message: bytes) -> bytes:
+        """The 64-byte Ed25519 signature of ``message``."""
+        return self._key.sign(message).signature
+
+    @classmethod
+    def generate(cls) -> Identity:
+        """A fresh key from the operating system's randomness."""
+        return cls(bytes(SigningKey.generate()))
+
+    @classmethod
+    def load(cls, path: Path) -> Identity:
+        """Read a key file.
+
+        Raises:
+            LocalFault: ``E_KEY_FILE`` when it is missing, malformed, or readable by other users.
+        """
+        try:
+            mode = stat.S_IMODE(path.stat().st_mode)
+            text = path.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise LocalFault(
+                E_KEY_FILE, f"cannot read key file {path}", got=str(error),
+                hint="restore it from your backup; a lost key cannot be recovered, join again with a new one",
+            ) from None
+        if mode & 0o077:
+            raise LocalFault(
+                E_KEY_FILE, f"key file {path} is open to other users", expected="mode 0600", got=f"mode {mode:04o}",
+                hint=f"chmod 600 {path}",
+            )
+        try:
+            seed = bytes.fromhex(text)
+        except ValueError:
+            seed = b""
+        if len(seed) != 32:
+            raise LocalFault(
+                E_KEY_FILE, f"key file {path} is malformed", expected="64 hex digits", got=f"{len(text)} characters"
+            )
+        return cls(seed)
+
+    def save(self, path: Path) -> None:
+        """Write the key file with mode 0600; an existing file is never overwritten.
+
+        Raises:
+            LocalFault: ``E_KEY_FILE`` when the file exists or cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise LocalFault(E_KEY_FILE, f"cannot create key file {path}", got=str(error)) from None
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(bytes(self._key).hex() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Identity:
+        """The key at ``path``, made first when there is none."""
+        if not path.exists():
+            cls.generate().save(path)
+        return cls.load(path)

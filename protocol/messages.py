@@ -1,0 +1,382 @@
+"""Every signed message of a run, as a frozen pydantic model with its payload type.
+
+A message travels as a DSSE envelope whose payload is the canonical JSON of the model. No floats: fixed-point
+integers carry their unit in the name (``_milli`` 1e-3, ``_micro`` 1e-6, ``_nano`` 1e-9, ``_ppm`` 1e-6 of one,
+``_ms`` Unix milliseconds or a span of them). Hex strings are lower-case. Spec: ``docs/spec/messages.md``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from protocol import canonical
+from protocol.envelope import Envelope
+from protocol.errors import E_EXPIRED, E_SCHEMA, E_WRONG_RUN, PeerFault
+from protocol.identity import Identity, key_id
+
+Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  #: 32 bytes: a SHA-256, a public key, a key id, a beacon
+Hex16 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  #: 16 bytes: a run, lease or receipt id
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._+-]{0,63}$")]
+Count = Annotated[int, Field(ge=0, lt=2**48)]
+Millis = Annotated[int, Field(ge=0, lt=2**53)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+_T = TypeVar("_T", bound=BaseModel)
+
+
+def parse(cls: type[_T], value: Any) -> _T:
+    """``value`` as a ``cls``.
+
+    Raises:
+        PeerFault: ``E_SCHEMA``, naming the first field that does not fit.
+    """
+    try:
+        return cls.model_validate_json(canonical.encode(value), strict=True)
+    except (ValidationError, ValueError) as error:
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False)[0]
+            where, why = ".".join(str(part) for part in first["loc"]) or "(whole)", first["msg"]
+            raise PeerFault(
+                E_SCHEMA, f"{cls.__name__}.{where} does not fit", expected=why, got=str(first["input"])[:120]
+            ) from None
+        raise PeerFault(E_SCHEMA, f"not a {cls.__name__}", got=str(error)) from None
+
+
+class Part(BaseModel):
+    """Base of the parts of messages."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Message(BaseModel):
+    """Base of all signed messages."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    TYPE: ClassVar[str]
+    run_id: Hex16
+
+    def to_payload(self) -> bytes:
+        """Canonical JSON bytes."""
+        return canonical.encode(self.model_dump(mode="json"))
+
+    @classmethod
+    def from_payload(cls, payload: bytes) -> Self:
+        """Parse canonical JSON bytes.
+
+        Raises:
+            PeerFault: ``E_JSON``, ``E_TOO_LARGE`` or ``E_SCHEMA``.
+        """
+        return parse(cls, canonical.decode(payload))
+
+    def sign(self, identity: Identity) -> Envelope:
+        """This message in an envelope signed by ``identity``."""
+        return Envelope.sign(identity, self.TYPE, self.to_payload())
+
+    @classmethod
+    def open(cls, envelope: Envelope, public_key: bytes | str, *, run_id: str | None = None,
+             now_ms: int | None = None) -> Self:
+        """The message, once it is known to be signed by ``public_key`` (bytes or hex) and to belong to the run.
+
+        Raises:
+            PeerFault: ``E_PAYLOAD_TYPE``, ``E_SIGNATURE``, ``E_JSON``, ``E_SCHEMA``, ``E_WRONG_RUN``, and
+                ``E_EXPIRED`` when ``now_ms`` is given and past the message's ``expires_at_ms``.
+        """
+        key = bytes.fromhex(public_key) if isinstance(public_key, str) else public_key
+        message = cls.from_payload(envelope.verify(key, cls.TYPE))
+        if run_id is not None and message.run_id != run_id:
+            raise PeerFault(E_WRONG_RUN, f"{cls.__name__} of another run", expected=run_id, got=message.run_id)
+        expires: int | None = getattr(message, "expires_at_ms", None)
+        if now_ms is not None and expires is not None and now_ms > expires:
+            raise PeerFault(E_EXPIRED, f"{cls.__name__} is past its expiry", expected=f"now <= {expires}", got=now_ms)
+        return message
+
+
+# -- the run ---------------------------------------------------------------------------------------------
+
+
+class SamplingRules(Part):
+    """How every token of the run is drawn; see ``docs/spec/sampler.md``. A node that cannot obey refuses leases."""
+
+    temperature_milli: Annotated[int, Field(ge=1, le=100_000)] = 1000  #: logits are divided by this / 1000
+    steps_per_nat: Annotated[int, Field(ge=16, le=4096)] = 1024  #: one code step is 1 / steps_per_nat nats
+    head_size: Annotated[int, Field(ge=1, le=255)] = 32  #: most entries a head may hold
+    head_floor: Annotated[int, Field(ge=1, le=255)] = 1  #: entries a head always holds (if the vocabulary does)
+    head_max_code: Annotated[int, Field(ge=1, le=65_534)] = 14_148  #: entries past the floor have code <= this
+    swap_grid: Annotated[int, Field(ge=1, le=4096)] = 16  #: weights may change only before positions divisible by it
+    max_new_tokens: Annotated[int, Field(ge=1, le=131_072)] = 128  #: completion length limit, EOS included
+    eos_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=8)]  #: any of these ends a completion
+    vocab_size: Annotated[int, Field(ge=2, le=2**24)]  #: width of the logits; token ids are below it
+
+
+class Environment(Part):
+    """A family of checkable tasks: ``protocol.tasks`` builds it from ``kind`` and ``params``."""
+
+    name: Name
+    kind: Name  #: registered name of the task class: sort, arithmetic, gsm8k
+    params: dict[str, int | str] = {}
+    data_sha256: Hex32 | None = None  #: object holding the task's data, when it is not generated from the seed
+
+
+class BatchRules(Part):
+    """How the learner's batches are cut and how stale they may be."""
+
+    groups_per_batch: Annotated[int, Field(ge=1, le=65_536)]
+    group_size: Annotated[int, Field(ge=2, le=1024)]  #: samples per prompt
+    samples_per_lease: Annotated[int, Field(ge=1, le=1024)]  #: divides group_size
+    max_lag_versions: Annotated[int, Field(ge=0, le=1024)]  #: oldest version trained on: learner version minus this
+    max_versions: Annotated[int, Field(ge=1)] | None = None  #: the run is complete at this version; None: endless
+    lease_ms: Annotated[int, Field(ge=1000, le=86_400_000)] = 120_000  #: time a node has for a lease
+
+
+class AuditPolicy(Part):
+    """When a bundle is recomputed with the model: q = clip(ramp / (ramp + passes), floor, 1)."""
+
+    ramp: Annotated[int, Field(ge=0, le=100_000)] = 20
+    floor_ppm: Annotated[int, Field(ge=0, le=1_000_000)] = 50_000
+    epoch_ms: Annotated[int, Field(ge=1000)] = 600_000  #: how long one draw key is used before it is revealed
+
+
+class Profile(Part):
+    """A calibrated way to compute log-probs (engine, dtype) and the T2 thresholds that hold for it."""
+
+    name: Name  #: for example torch-cpu-fp32
+    max_mean_kl_nano: Count  #: mean KL(committed head || reference) per stochastic token of a rollout, 1e-9 nats
+    max_token_kl_micro: Count  #: the same for any single token, 1e-6 nats
+    max_margin_micro: Count  #: how far a tail draw may lose under the reference, 1e-6 nats
+
+
+class Roles(Part):
+    """Public keys (hex) named by the root key."""
+
+    coordinator: Hex32
+    learner: Hex32
+    verifiers: Annotated[list[Hex32], Field(min_length=1, max_length=256)]
+
+
+class ModelSpec(Part):
+    """The model a run trains, all but its weights."""
+
+    name: Annotated[str, Field(max_length=200)]
+    layout_sha256: Hex32  #: names, shapes, dtypes of all tensors (docs/spec/weights.md)
+    files: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")], Hex32]
+    #: config.json, tokenizer.json, tokenizer_config.json ...: file name -> object in the store
+
+
+class RunManifest(Message):
+    """What a run is; signed by the operator's root key. Everything else is checked against it."""
+
+    TYPE: ClassVar[str] = "application/vnd.assay.run-manifest.v1+json"
+    schema_version: Literal[1] = 1
+    name: Annotated[str, Field(max_length=200)]
+    created_at_ms: Millis
+    expires_at_ms: Millis
+    model: ModelSpec
+    environments: Annotated[list[Environment], Field(min_length=1, max_length=64)]
+    sampling: SamplingRules
+    batch: BatchRules
+    audit: AuditPolicy
+    profiles: Annotated[list[Profile], Field(min_length=1, max_length=64)]
+    roles: Roles
+    protocol_min: Annotated[int, Field(ge=1)] = 1  #: oldest protocol version a node may speak
+    protocol_advised: Annotated[int, Field(ge=1)] = 1
+
+
+# -- weights ---------------------------------------------------------------------------------------------
+
+
+class ChunkRef(Part):
+    """One immutable object of a checkpoint."""
+
+    sha256: Hex32
+    size_bytes: Count  #: as stored
+    max_output_bytes: Count  #: upper bound of what it decodes to
+
+
+class CheckpointManifest(Message):
+    """One published version of the weights; signed by the learner, linked to its parent by hash."""
+
+    TYPE: ClassVar[str] = "application/vnd.assay.checkpoint.v1+json"
+    version: Count
+    parent_sha256: Hex32 | None  #: digest of the parent's manifest payload; None only for version 0
+    layout_sha256: Hex32
+    state_root: Hex32
+    base_root: Hex32 | None  #: state root the diff applies to; None when there is no diff
+    diff: list[ChunkRef]  #: from the parent's state; empty for version 0
+    anchor: list[ChunkRef]  #: the whole state; empty unless this version is an anchor
+    beacon: Hex32  #: fresh randomness, part of the seed of every rollout that starts at this version
+    published_at_ms: Millis
+
+
+class CheckpointHead(Message):
+    """Which version is the newest; signed by the learner again and again so that a freeze is noticed."""
+
+    TYPE: ClassVar[str] = "application/vnd.assay.checkpoint-head.v1+json"
+    version: Count
+    manifest_sha256: Hex32
+    issued_at_ms: Millis
+    expires_at_ms: Millis
+
+
+# -- work ------------------------------------------------------------------------------------------------
+
+
+class NodeHello(Message):
+    """A node registers (or says again who it is); signed by the node's key."""
+
+    TYPE: ClassVar[str] = "application/vnd.assay.node-hello.v1+json"
+    public_key: Hex32
+    name: Name
+    profile: Name  #: engine profile it claims
+    protocol_version: Count
+    join_token: Annotated[str, Field(max_length=200)] | None
+    issued_at_ms: Millis
+
+
+class LeaseRequest(Message):
+    """A node asks for work. The nonce makes a retry safe: the same nonce gives the same leases."""
+
+    TYPE: ClassVar[str] = "application/vnd.assay.lease-request.v1+json"
+    node_id: Hex32
+    nonce: Hex16
+    max_leases: Annotated[int, Field(ge=1, le=256)]
+    newest_version: Count  #: newest version the node holds
+    issued_at_ms: Millis
+
+
+class Lease(Message):
+    """Work for one node: some samples of one group. Signed by the coordinator."""
+
+    TYPE: ClassVar[str] = "application/vnd.assay.lease.v1+json"
+    lease_id: Hex16
+    node_id: Hex32
+    environment: Name
+    group: Count
+    samples: Annotated[list[Annotated[int, Field(ge=0, lt=65_536)]], Field(min_length=1, max_length=1024)]
+    prompt_tokens: Annotated[list[TokenId], Field(min_length=1, max_length=131_072)]
+    prompt_sha256: Hex32  #: protocol.rollout.prompt_digest(prompt_tokens)
+    start_version: Count  #: every sample starts with these weights; a re-lease names the same version
+    beacon: Hex32  #: beacon of start_version
+    issued_at_ms: Millis
+    deadline_ms: Millis
+
+
+class LeaseReturn(Message):
+    """A node hands leases back unfinished (drain, refusal)."""
+
+    TYPE: ClassVar[str] = "application/vnd.assay.lease-return.v1+json"
+    node_id: Hex32
+    lease_ids: Annotated[list[Hex16], Field(min_length=1, max_length=256)]
+    reason: Annotated[str, Field(max_length=200)]
+    issued_at_ms: Millis
+
+
+class UploadRequest(Message):
+    """A node asks where to put an object."""
+
+    TYPE: ClassVar[str] = "application/vnd.assay.upload-request.v1+json"
+    node_id: Hex32
+    object_sha256: Hex32
+    object_bytes: Annotated[int, Field(ge=1, le=256 * 2**20)]
+    issued_at_ms: Millis
+
+
+class Commitment(Message):
+    """A node commits to the rollouts of one lease; signed by the node, sent after the upload."""
+
+    TYPE: ClassVar[str] = "application/vnd.assay.commitment.v1+json"
+    node_id: Hex32
+    lease_id: Hex16
+    lease_sha256: Hex32  #: digest of the lease's payload
+    bundle_root: Hex32  #: Merkle root over the rollouts (docs/spec/rollout-bundle.md)
+    object_sha256: Hex32  #: the encoded bundle in the store
+    object_bytes: Count
+    rollouts: Annotated[int, Field(ge=1, le=1024)]
+    tokens: Count  #: completion tokens of all rollouts
+    profile: Name
+    issued_at_ms: Millis
+
+
+class Receipt(Message):
+    """The coordinator has the commitment. Signed *before* the audit draw, which is a function of its digest."""
+
+    TYPE: ClassVar[str] = "application/vnd.assay.receipt.v1+json"
+    receipt_id: Hex16
+    node_id: Hex32
+    lease_id: Hex16
+    commitment_sha256: Hex32
+    object_sha256: Hex32
+    epoch: Count
+    epoch_key_sha256: Hex32  #: SHA-256 of the draw key, published when the epoch began
+    received_at_ms: Millis
+
+
+class Finding(Part):
+    """One check of an audit, in words and numbers."""
+
+    check: Annotated[str, Field(max_length=80)]
+    ok: bool
+    expected: Annotated[str, Field(max_length=400)]
+    got: Annotated[str, Field(max_length=400)]
+    code: Annotated[str, Field(max_length=80)] | None = None
+    sample: int | None = None  #: sample index the finding is about
+    position: int | None = None  #: completion position of the first failing token
+
+
+class Verdict(Message):
+    """What a verifier found; signed by the verifier."""
+
+    TYPE: ClassVar[str] = "application/vnd.assay.verdict.v1+json"
+    verifier_id: Hex32
+    node_id: Hex32
+    lease_id: Hex16
+    receipt_sha256: Hex32
+    outcome: Literal["pass", "fail", "inconclusive"]
+    code: Annotated[str, Field(max_length=80)] | None  #: None exactly when the outcome is pass
+    tiers: list[Literal["T0", "T1", "T2", "T3"]]  #: tiers that were run to their end
+    findings: Annotated[list[Finding], Field(max_length=256)]
+    samples: list[int]  #: sample indices, in the order of rewards
+    rewards_micro: list[int]  #: recomputed reward of each sample, 1e-6; empty unless T1 passed
+    tokens: Count
+    issued_at_ms: Millis
+
+
+# -- learning --------------------------------------------------------------------------------------------
+
+
+class BatchGroup(Part):
+    """One group of a batch: which receipts hold its samples."""
+
+    group: Count
+    receipts: list[Hex32]  #: digests of the receipts' payloads
+
+
+class BatchPlan(Message):
+    """What the learner is about to train on; written to the ledger before the step. Signed by the learner."""
+
+    TYPE: ClassVar[str] = "application/vnd.assay.batch-plan.v1+json"
+    version: Count  #: version this batch will make
+    parent_version: Count
+    groups: list[BatchGroup]
+    config_sha256: Hex32  #: digest of the learner's resolved configuration
+    issued_at_ms: Millis
+
+
+class UpdateReceipt(Message):
+    """A step is done: parent + batch -> version. Signed by the learner."""
+
+    TYPE: ClassVar[str] = "application/vnd.assay.update-receipt.v1+json"
+    version: Count
+    parent_version: Count
+    batch_sha256: Hex32  #: digest of the batch plan's payload
+    manifest_sha256: Hex32
+    config_sha256: Hex32
+    metrics_micro: dict[Annotated[str, Field(max_length=80)], int]  #: step metrics, 1e-6 of their unit
+    issued_at_ms: Millis
+
+
+def opened_by(public_key: str | bytes) -> str:
+    """Key id of a public key given as hex or bytes."""
+    return key_id(bytes.fromhex(public_key) if isinstance(public_key, str) else public_key)
