@@ -82,6 +82,7 @@ class Transient(AssayError):
     """Network trouble, overload, not ready yet. Retried with backoff; never counts against anybody."""
 
     status = 503
+    retry_after_s: float = 0.0  #: shortest wait before the next try, when the other side said so
 
 
 # -- canonical messages and envelopes -----------------------------------------------------------------

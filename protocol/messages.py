@@ -313,6 +313,15 @@ class Receipt(Message):
     received_at_ms: Millis
 
 
+class AuditClaim(Message):
+    """A verifier asks for the next bundle to check. The same nonce gives the same job again."""
+
+    TYPE: ClassVar[str] = "application/vnd.assay.audit-claim.v1+json"
+    verifier_id: Hex32
+    nonce: Hex16
+    issued_at_ms: Millis
+
+
 class Finding(Part):
     """One check of an audit, in words and numbers."""
 
