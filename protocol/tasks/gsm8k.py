@@ -1,0 +1,83 @@
+"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168): grade-school word problems from a data object of JSON lines."""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+from protocol.errors import LocalFault
+from protocol.messages import Environment
+from protocol.tasks.answer import last_number, same_number
+from protocol.tasks.task import (
+    E_TASK_DATA,
+    FULL_REWARD_MICRO,
+    Problem,
+    draws_for,
+    int_param,
+    refuse_unknown_params,
+    render_prompt,
+)
+from protocol.tokenizer import Tokenizer
+
+#: Largest data object read, in bytes; the whole training set is 4.2 MB.
+MAX_DATA_BYTES: Final = 64 * 2**20
+#: What the model is asked to do, after the question.
+INSTRUCTION: Final = "Solve it in at most three short lines. End with the answer as a number."
+
+
+class Gsm8kTask:
+    """Questions drawn uniformly from the data. Parameter: ``max_question_chars`` (longer questions are left out)."""
+
+    def __init__(self, environment: Environment, run_id: str, data: bytes) -> None:
+        refuse_unknown_params(environment, ("max_question_chars",))
+        longest = int_param(environment, "max_question_chars", 4000, 1, 100_000)
+        self._environment, self._run_id = environment, run_id
+        self._rows = [row for row in parse_rows(data) if len(row[0]) <= longest]
+        if not self._rows:
+            raise LocalFault(E_TASK_DATA, "no question is left", expected=f"questions of <= {longest} characters")
+
+    def problem(self, group: int) -> Problem:
+        """A question of the data set with the instruction to answer shortly."""
+        question, answer = draws_for(self._run_id, self._environment, group).choice(self._rows)
+        return Problem(({"role": "user", "content": f"{question}\n{INSTRUCTION}"},), answer)
+
+    def prompt_tokens(self, problem: Problem, tokenizer: Tokenizer) -> list[int]:
+        """Token ids of the question in the model's chat template."""
+        return render_prompt(problem, tokenizer)
+
+    def reward_micro(self, problem: Problem, completion_text: str) -> int:
+        """Full reward when the last number of the text equals the answer."""
+        answer = last_number(completion_text)
+        return FULL_REWARD_MICRO if answer is not None and same_number(problem.answer, answer) else 0
+
+
+def parse_rows(data: bytes) -> list[tuple[str, str]]:
+    """(question, final answer) of each line ``{"question": ..., "answer": "... #### 18"}``.
+
+    Raises:
+        LocalFault: ``E_TASK_DATA``, naming the first bad line.
+    """
+    if len(data) > MAX_DATA_BYTES:
+        raise LocalFault(E_TASK_DATA, "data too large", expected=f"<= {MAX_DATA_BYTES} bytes", got=len(data))
+    rows = []
+    for number, line in enumerate(data.splitlines(), start=1):
+        if line.strip():
+            rows.append(_parse_row(number, line))
+    return rows
+
+
+def _parse_row(number: int, line: bytes) -> tuple[str, str]:
+    try:
+        row = json.loads(line)
+        question, solution = row["question"], row["answer"]
+        answer = last_number(solution.rsplit("####", 1)[1])
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise LocalFault(
+            E_TASK_DATA,
+            f"line {number} is not a GSM8K row",
+            expected="question, answer ending in '#### number'",
+            got=f"{type(error).__name__}: {error}",
+        ) from None
+    if not isinstance(question, str) or answer is None:
+        raise LocalFault(E_TASK_DATA, f"line {number} has no number after ####", got=solution[-80:])
+    return question, answer
