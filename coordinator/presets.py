@@ -1,0 +1,118 @@
+"""Named settings of a whole run: what to train, on which tasks, with which rules.
+
+Everything an operator would otherwise have to decide stands here with its reason; the numbers of ``tiny`` and
+``smollm2`` were tuned on two CPU cores that carry the whole network.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pydantic import BaseModel, ConfigDict
+
+from protocol.errors import E_CONFIG, LocalFault
+from protocol.messages import AuditPolicy, BatchRules, Environment, Profile, SamplingRules
+
+#: T2 thresholds of the torch engine in float32 on a CPU. Honest rollouts measure 1e-7 to 1e-6 nats per token,
+#: weights rounded to 8 bits about 1e-3.
+TORCH_CPU_FP32: Final = Profile(
+    name="torch-cpu-fp32", max_mean_kl_nano=50_000, max_token_kl_micro=20_000, max_margin_micro=50_000
+)
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SamplingPreset(_Frozen):
+    """``SamplingRules`` without what only the model's tokenizer knows."""
+
+    temperature_milli: int = 1000  #: logits are divided by this / 1000
+    steps_per_nat: int = 1024  #: one code step is 1 / steps_per_nat nats
+    head_size: int = 32  #: most entries a head may hold
+    swap_grid: int = 16  #: weights may change only before positions divisible by it
+    max_new_tokens: int = 128  #: completion length limit, EOS included
+
+
+class UpPreset(_Frozen):
+    """How ``assay up`` lays the network out on one machine."""
+
+    honest_nodes: int = 2
+    node_batch: int = 8  #: rollouts a node decodes at once
+    cheater_batch: int = 2  #: the same for the drill node, which only has to be caught
+    drills: tuple[str, ...] = ("best-of-n", "int8", "stale", "edited-answer")  #: run one after another
+    time_limit_s: int = 300  #: the network drains after this even when the run is not complete
+
+
+class Preset(_Frozen):
+    """A run in one word."""
+
+    name: str
+    model: str  #: what ``learner init-model --preset`` is asked for
+    environments: tuple[Environment, ...]
+    sampling: SamplingPreset
+    batch: BatchRules
+    audit: AuditPolicy
+    profiles: tuple[Profile, ...]
+    learner: dict[str, str | int | float]  #: overrides of the learner's configuration, keys as in ``--set``
+    up: UpPreset
+
+    def sampling_rules(self, eos_token_ids: list[int], vocab_size: int) -> SamplingRules:
+        """The sampling rules once the model's tokenizer is known."""
+        return SamplingRules(**self.sampling.model_dump(), eos_token_ids=eos_token_ids, vocab_size=vocab_size)
+
+
+TINY: Final = Preset(
+    name="tiny",
+    model="tiny",
+    environments=(
+        Environment(name="sort", kind="sort", params={"order": "ascending", "max_length": 6, "alphabet": 10}),
+    ),
+    sampling=SamplingPreset(head_size=16, swap_grid=2, max_new_tokens=8),
+    batch=BatchRules(
+        groups_per_batch=16, group_size=8, samples_per_lease=4, max_lag_versions=4, max_versions=20, lease_ms=30_000
+    ),
+    audit=AuditPolicy(ramp=20, floor_ppm=50_000, epoch_ms=60_000),
+    profiles=(TORCH_CPU_FP32,),
+    learner={"lr": 3e-4, "loss.preset": "tis"},
+    up=UpPreset(node_batch=16, cheater_batch=4, time_limit_s=290),
+)
+
+SMOLLM2: Final = Preset(
+    name="smollm2",
+    model="smollm2",
+    environments=(Environment(name="arithmetic", kind="arithmetic", params={"max_term": 20, "max_factor": 6}),),
+    sampling=SamplingPreset(head_size=32, swap_grid=4, max_new_tokens=16),
+    batch=BatchRules(
+        groups_per_batch=4, group_size=8, samples_per_lease=4, max_lag_versions=3, max_versions=8, lease_ms=180_000
+    ),
+    audit=AuditPolicy(ramp=20, floor_ppm=50_000, epoch_ms=300_000),
+    profiles=(TORCH_CPU_FP32,),
+    learner={"lr": 1e-5, "loss.preset": "tis"},
+    up=UpPreset(node_batch=8, cheater_batch=2, time_limit_s=1_440),
+)
+
+#: Sampling of GSM8K rollouts: three short lines of working.
+GSM8K_SAMPLING: Final = SamplingPreset(head_size=32, swap_grid=8, max_new_tokens=96)
+
+_PRESETS: Final = {"tiny": TINY, "smollm2": SMOLLM2}
+
+
+def preset(name: str, task: str | None = None) -> Preset:
+    """The preset called ``name``; ``task`` replaces its tasks by another kind it supports.
+
+    A ``gsm8k`` environment comes without ``data_sha256``: the caller puts the data into the store and fills it in.
+
+    Raises:
+        LocalFault: ``E_CONFIG`` for an unknown name or a task the preset's model cannot do.
+    """
+    if name not in _PRESETS:
+        raise LocalFault(E_CONFIG, "unknown preset", expected=f"one of {', '.join(_PRESETS)}", got=name)
+    chosen = _PRESETS[name]
+    if task is None or task == chosen.environments[0].kind:
+        return chosen
+    if name == "smollm2" and task == "gsm8k":
+        environment = Environment(name="gsm8k", kind="gsm8k", params={"max_question_chars": 300})
+        return chosen.model_copy(update={"environments": (environment,), "sampling": GSM8K_SAMPLING})
+    supported = {"tiny": "sort", "smollm2": "arithmetic, gsm8k"}[name]
+    raise LocalFault(E_CONFIG, f"preset {name} cannot do this task", expected=f"one of {supported}", got=task)
