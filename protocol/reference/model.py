@@ -1,0 +1,184 @@
+"""The reference forward pass: logits of every completion token under the exact checkpoints of its segments.
+
+Legend: T completion tokens, P prompt tokens, V vocabulary, B rows of a batch.
+
+The distribution of completion token t comes from the forward pass that consumes input P - 1 + t (input 0 is the
+first prompt token). A segment with start s governs that pass for t = s and all later ones. With ``KV_KEPT`` the
+keys and values of inputs before P - 1 + s stay as the earlier versions computed them; with ``REPREFILL`` the whole
+prefix is computed again. Spec: ``docs/spec/verification.md``, "Recomputation".
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from protocol.reference.loader import Attention, copy_state, load_config_model
+from protocol.rollout import Rollout, SwapMode
+
+if TYPE_CHECKING:
+    from protocol.weights.layout import Layout, State
+
+#: Most inputs one forward pass consumes; longer prefixes go through the cache in pieces.
+MAX_PASS_TOKENS: Final = 2048
+#: Most logits one forward pass makes, so that V = 150,000 and V = 64 need the same memory (512 MiB of float32).
+MAX_PASS_LOGITS: Final = 128 * 2**20
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """A completion to be scored: its prompt and what was committed."""
+
+    prompt: tuple[int, ...]
+    rollout: Rollout
+
+
+@dataclass(frozen=True)
+class LogitsChunk:
+    """Logits that predict completion tokens ``start`` .. ``start + n - 1`` of one item."""
+
+    item: int  #: index into the items asked for
+    start: int
+    logits: torch.Tensor  #: (n, V), the model's compute type, temperature not applied
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One item's inputs that go through one version."""
+
+    item: int
+    version: int
+    feed: range  #: inputs consumed; begins at 0 when no cache is used
+    keep: int  #: first of them whose output is wanted
+    continued: bool  #: the next segment goes on from this step's cache
+
+
+class ReferenceModel:
+    """A model by configuration whose weights are set, version by version, from bit patterns."""
+
+    def __init__(self, model: nn.Module, layout: Layout, device: str = "cpu"):
+        self.model, self.layout, self.device = model, layout, device
+        config: Any = model.config
+        self.vocab_size = int(config.vocab_size)
+        self._tokens_per_pass = max(16, min(MAX_PASS_TOKENS, MAX_PASS_LOGITS // self.vocab_size))
+        # transformers 5.2x renamed the keyword; both names mean the same object.
+        names = inspect.signature(type(model).forward).parameters
+        self._cache_keyword = "cache" if "cache" in names else "past_key_values"
+
+    @classmethod
+    def load(
+        cls, model_dir: Path, layout: Layout, *, device: str = "cpu", dtype: torch.dtype = torch.float32,
+        attention: Attention = "sdpa",
+    ) -> ReferenceModel:
+        """Build the model of ``model_dir/config.json``; weights are undefined until :meth:`set_state`.
+
+        Raises:
+            LocalFault: ``E_MODEL_CONFIG``.
+        """
+        return cls(load_config_model(model_dir, dtype, device=device, attention=attention), layout, device)
+
+    def set_state(self, state: State) -> None:
+        """Load a version's weights.
+
+        Raises:
+            LocalFault: ``E_MODEL_STATE``.
+        """
+        copy_state(self.model, self.layout, state)
+
+    def logits_for(self, prompt: Sequence[int], rollout: Rollout, states: Callable[[int], State]) -> torch.Tensor:
+        """(T, V) logits that predict each completion token, segments replayed with their own versions."""
+        chunks = list(self.replay([Recomputation(tuple(prompt), rollout)], states))
+        return torch.cat([chunk.logits for chunk in sorted(chunks, key=lambda chunk: chunk.start)])
+
+    @torch.no_grad()
+    def replay(self, items: Sequence[Recomputation], states: Callable[[int], State]) -> Iterator[LogitsChunk]:
+        """Logits of many completions, version by version, so that each version is loaded once.
+
+        Chunks of one item come in ascending order of position; items interleave. Peak memory is one chunk plus
+        the caches of items that cross a swap.
+
+        Raises:
+            LocalFault: whatever ``states`` raises for a version that is not at hand, ``E_MODEL_STATE``.
+        """
+        steps = [step for index, item in enumerate(items) for step in _steps(index, item)]
+        caches: dict[int, Any] = {}
+        for version in sorted({step.version for step in steps}):
+            self.set_state(states(version))
+            mine = [step for step in steps if step.version == version]
+            alone = [s for s in mine if s.feed.start or s.continued or len(s.feed) > self._tokens_per_pass]
+            yield from self._batched(items, [step for step in mine if step not in alone])
+            for step in alone:
+                yield from self._through_cache(items[step.item], step, caches)
+
+    def _batched(self, items: Sequence[Recomputation], steps: list[_Step]) -> Iterator[LogitsChunk]:
+        """Whole prefixes side by side, padded on the right: causal attention never looks at the padding."""
+        for batch in _pack(steps, self._tokens_per_pass):
+            width = max(len(step.feed) for step in batch)
+            ids_BL = torch.zeros((len(batch), width), dtype=torch.int64)
+            for row, step in enumerate(batch):
+                ids_BL[row, : len(step.feed)] = torch.tensor(_inputs(items[step.item], step.feed))
+            first = min(step.keep for step in batch)
+            kept = torch.arange(first, width, device=self.device)
+            logits_BKV = self.model(input_ids=ids_BL.to(self.device), use_cache=False, logits_to_keep=kept).logits
+            for row, step in enumerate(batch):
+                logits = logits_BKV[row, step.keep - first : len(step.feed) - first]
+                yield LogitsChunk(step.item, step.keep + 1 - len(items[step.item].prompt), logits)
+
+    def _through_cache(self, item: Recomputation, step: _Step, caches: dict[int, Any]) -> Iterator[LogitsChunk]:
+        cache = caches.pop(step.item, None) if step.feed.start else None
+        if cache is None:
+            cache = DynamicCache(config=self.model.config)
+        for begin in range(step.feed.start, step.feed.stop, self._tokens_per_pass):
+            piece = range(begin, min(begin + self._tokens_per_pass, step.feed.stop))
+            ids_1L = torch.tensor([_inputs(item, piece)], device=self.device)
+            keep = max(step.keep - begin, 0)
+            kept = torch.arange(min(keep, len(piece) - 1), len(piece), device=self.device)
+            output = self.model(
+                input_ids=ids_1L, use_cache=True, logits_to_keep=kept, **{self._cache_keyword: cache}
+            )
+            if keep < len(piece):
+                yield LogitsChunk(step.item, begin + keep + 1 - len(item.prompt), output.logits[0])
+        if step.continued:
+            caches[step.item] = cache
+
+
+def _steps(index: int, item: Recomputation) -> list[_Step]:
+    """How the inputs of one item are divided among its segments."""
+    segments = item.rollout.segments
+    offset = len(item.prompt) - 1
+    steps = []
+    for number, segment in enumerate(segments):
+        last = number + 1 == len(segments)
+        stop = offset + (len(item.rollout) if last else segments[number + 1].start)
+        kept = number > 0 and segment.mode == SwapMode.KV_KEPT
+        continued = not last and segments[number + 1].mode == SwapMode.KV_KEPT
+        keep = offset + segment.start
+        steps.append(_Step(index, segment.version, range(keep if kept else 0, stop), keep, continued))
+    return steps
+
+
+def _inputs(item: Recomputation, span: range) -> list[int]:
+    """Token ids of inputs ``span``: the prompt, then the completion without its last token."""
+    prompt = len(item.prompt)
+    head = list(item.prompt[span.start : span.stop])
+    tail: list[int] = item.rollout.tokens[max(span.start - prompt, 0) : max(span.stop - prompt, 0)].tolist()
+    return head + tail
+
+
+def _pack(steps: list[_Step], budget: int) -> Iterator[list[_Step]]:
+    """Batches of similar length whose padded size stays within ``budget`` inputs."""
+    batch: list[_Step] = []
+    for step in sorted(steps, key=lambda step: len(step.feed)):
+        if batch and (len(batch) + 1) * len(step.feed) > budget:
+            yield batch
+            batch = []
+        batch.append(step)
+    if batch:
+        yield batch
