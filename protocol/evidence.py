@@ -86,7 +86,8 @@ def decode(data: bytes) -> Evidence:
         raise _malformed(f"a bundle of 1 to {MAX_BUNDLE_BYTES} bytes", f"{len(bundle)} bytes")
     header = canonical.decode(data[_PREFIX : _PREFIX + length], max_bytes=MAX_HEADER_BYTES)
     if not isinstance(header, dict) or set(header) != _KEYS:
-        raise _malformed(f"keys {', '.join(sorted(_KEYS))}", str(sorted(header) if isinstance(header, dict) else header))
+        keys = sorted(header) if isinstance(header, dict) else header
+        raise _malformed(f"keys {', '.join(sorted(_KEYS))}", str(keys))
     receipt = header["receipt"]
     return Evidence(
         root_public_key=_public_key(header["root_public_key"]),

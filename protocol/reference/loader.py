@@ -37,7 +37,7 @@ def load_config_model(
 ) -> nn.Module:
     """The causal language model that ``model_dir/config.json`` describes, with undefined weights, in eval mode.
 
-    No code from the folder is executed and nothing is fetched. Fill it with :func:`copy_state`.
+    No code from the folder is executed and nothing is fetched. Fill it with :func:`set_state`.
 
     Raises:
         LocalFault: ``E_MODEL_CONFIG``.
@@ -57,7 +57,7 @@ def load_config_model(
 
 
 @torch.no_grad()
-def copy_state(model: nn.Module, layout: Layout, state: State) -> None:
+def set_state(model: nn.Module, layout: Layout, state: State) -> None:
     """Copy every tensor of ``state`` into ``model``, converting bit patterns to the model's compute type.
 
     A tensor the model has but the layout lacks is an error unless it is tied to one that the layout has.
@@ -67,15 +67,16 @@ def copy_state(model: nn.Module, layout: Layout, state: State) -> None:
     """
     targets = model.state_dict()
     written: set[int] = set()
-    for name, dtype, shape in layout.entries:
+    for entry in layout.entries:
+        name, shape = entry.name, entry.shape
         target = targets.get(name)
         if target is None:
             raise LocalFault(E_MODEL_STATE, "the model has no such tensor", expected="a tensor of the model", got=name)
-        if tuple(target.shape) != tuple(shape):
+        if tuple(target.shape) != shape:
             raise LocalFault(
-                E_MODEL_STATE, f"tensor {name} has another shape", expected=tuple(target.shape), got=tuple(shape)
+                E_MODEL_STATE, f"tensor {name} has another shape", expected=tuple(target.shape), got=shape
             )
-        target.copy_(_values(state[name], dtype).reshape(tuple(shape)))
+        target.copy_(_values(state[name], entry.dtype).reshape(shape))
         written.add(target.data_ptr())
     missing = sorted(name for name, tensor in targets.items() if tensor.data_ptr() not in written)
     if missing:
@@ -91,14 +92,15 @@ def export_state(model: nn.Module, layout: Layout) -> State:
     """
     sources = model.state_dict()
     state: State = {}
-    for name, dtype, shape in layout.entries:
+    for entry in layout.entries:
+        name, shape = entry.name, entry.shape
         source = sources.get(name)
-        if source is None or tuple(source.shape) != tuple(shape):
+        if source is None or tuple(source.shape) != shape:
             raise LocalFault(
-                E_MODEL_STATE, f"tensor {name} is not in the model as the layout says", expected=tuple(shape),
+                E_MODEL_STATE, f"tensor {name} is not in the model as the layout says", expected=shape,
                 got=None if source is None else tuple(source.shape),
             )
-        bits, value_type = _bit_type(dtype)
+        bits, value_type = _bit_type(entry.dtype)
         signed = _SIGNED[np.dtype(bits).itemsize][1]
         state[name] = source.detach().to("cpu", value_type).contiguous().view(signed).numpy().view(bits).copy()
     return state

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from protocol.reference.loader import Attention, copy_state, load_config_model
+from protocol.reference.loader import Attention, load_config_model, set_state
 from protocol.rollout import Rollout, SwapMode
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class ReferenceModel:
         Raises:
             LocalFault: ``E_MODEL_STATE``.
         """
-        copy_state(self.model, self.layout, state)
+        set_state(self.model, self.layout, state)
 
     def logits_for(self, prompt: Sequence[int], rollout: Rollout, states: Callable[[int], State]) -> torch.Tensor:
         """(T, V) logits that predict each completion token, segments replayed with their own versions."""

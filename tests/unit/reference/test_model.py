@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from protocol.errors import LocalFault
-from protocol.reference import Recomputation, ReferenceModel, copy_state, export_state, load_config_model
+from protocol.reference import Recomputation, ReferenceModel, export_state, load_config_model, set_state
 from protocol.reference import model as model_module
 from protocol.rollout import EMPTY_TAIL, NO_CODE, Finish, Rollout, Segment, SwapMode
 from protocol.weights.layout import Layout
@@ -29,8 +29,8 @@ def folder(tmp_path_factory):
 def _layout(model):
     names = {}
     for name, tensor in model.state_dict().items():
-        names.setdefault(tensor.data_ptr(), (name, "BF16", tuple(tensor.shape)))
-    return Layout.of(names.values())
+        names.setdefault(tensor.data_ptr(), (name, ("BF16", tuple(tensor.shape))))
+    return Layout.of(dict(names.values()))
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,16 @@ def reference(folder):
     return ReferenceModel(model, _layout(model))
 
 
+def _tensors(entries):
+    return {entry.name: (entry.dtype, entry.shape) for entry in entries}
+
+
 def _random_state(layout, seed):
     rng = np.random.default_rng(seed)
     state = {}
-    for name, _, shape in layout.entries:
-        values = torch.from_numpy(rng.normal(0, 0.3, tuple(shape)).astype(np.float32)).bfloat16()
-        state[name] = values.view(torch.int16).numpy().view(np.uint16)
+    for entry in layout.entries:
+        values = torch.from_numpy(rng.normal(0, 0.3, entry.shape).astype(np.float32)).bfloat16()
+        state[entry.name] = values.view(torch.int16).numpy().view(np.uint16)
     return state
 
 
@@ -134,7 +138,7 @@ def test_long_prefixes_go_through_in_pieces(reference, states):
 
 def test_state_round_trips_bit_for_bit(reference):
     state = _random_state(reference.layout, 7)
-    name = reference.layout.entries[0][0]
+    name = reference.layout.entries[0].name
     state[name].reshape(-1)[:2] = (0x8000, 0x0001)  # -0.0 and a subnormal
     reference.set_state(state)
     for key, bits in export_state(reference.model, reference.layout).items():
@@ -148,23 +152,24 @@ def test_tied_head_follows_the_embedding(reference, states):
 
 def test_skipping_initialisation_changes_nothing_but_the_weights(folder, reference, states):
     usual = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(folder), dtype=torch.float32).eval()
-    copy_state(usual, reference.layout, states(1))
+    set_state(usual, reference.layout, states(1))
     reference.set_state(states(1))
     ids = torch.arange(40)[None]
     assert torch.equal(usual(input_ids=ids).logits, reference.model(input_ids=ids).logits)
 
 
 def test_a_missing_tensor_is_an_error(reference, states):
-    short = Layout.of(list(reference.layout.entries)[1:])
+    short = Layout.of(_tensors(reference.layout.entries[1:]))
     with pytest.raises(LocalFault, match="E_MODEL_STATE"):
-        copy_state(reference.model, short, states(0))
+        set_state(reference.model, short, states(0))
 
 
 def test_a_misshapen_tensor_is_an_error(reference, states):
-    name, dtype, shape = next(iter(reference.layout.entries))
-    wrong = Layout.of([(name, dtype, (*shape[:-1], shape[-1] + 1)), *list(reference.layout.entries)[1:]])
+    tensors = _tensors(reference.layout.entries)
+    tensors["model.norm.weight"] = ("BF16", (33,))
+    wrong = Layout.of(tensors)
     with pytest.raises(LocalFault, match="E_MODEL_STATE"):
-        copy_state(reference.model, wrong, states(0))
+        set_state(reference.model, wrong, states(0))
 
 
 def test_a_broken_config_is_our_fault(tmp_path):
