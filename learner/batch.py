@@ -1,0 +1,142 @@
+"""A step's batch: verified groups turned into sequences with everything the loss needs of each token.
+
+A pure function of the groups, the learner's version and the configuration. Groups are used whole; one that cannot be
+used (nothing in it, no signal, numbers that are not finite) is left out of the denominators and counted by reason.
+"""
+
+# ruff: noqa: N815 (tensor fields end in their shape)
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.advantages import group_advantages, has_signal
+from learner.config import Aggregation, LearnerConfig
+from protocol import sampler
+from protocol.messages import SamplingRules
+from protocol.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class TrainingSample:
+    """One verified rollout and its recomputed reward (1e-6)."""
+
+    rollout: Rollout
+    reward_micro: int
+
+
+@dataclass(frozen=True)
+class TrainingGroup:
+    """All samples of one prompt."""
+
+    group: int
+    prompt_tokens: list[int]
+    samples: tuple[TrainingSample, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    """One completion as training data. T completion tokens, K widest head."""
+
+    group: int
+    sample: int
+    prompt: NDArray[np.int64]
+    tokens_T: NDArray[np.int64]
+    log_q_T: NDArray[np.float64]  #: behaviour log-prob of each token, natural log
+    signal_T: NDArray[np.float64]  #: advantage times aggregation scale
+    lag_T: NDArray[np.int64]  #: learner version minus token version, >= 0
+    head_ids_TK: NDArray[np.int64]  #: padded with the first entry
+    head_q_TK: NDArray[np.float64]  #: padded with the first entry
+    head_valid_TK: NDArray[np.bool_]
+    tail_q_T: NDArray[np.float64]  #: behaviour mass outside the head
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What one step trains on."""
+
+    version: int  #: the learner's version before the step
+    sequences: tuple[Sequence, ...]  #: in order of (group, sample)
+    rewards_micro: tuple[int, ...]  #: of every sample handed in, used or not
+    groups: int  #: groups handed in
+    left_out: dict[str, int]  #: groups not trained on, by reason: empty, no_signal, not_finite
+
+    @property
+    def tokens(self) -> int:
+        """Completion tokens trained on."""
+        return sum(len(sequence.tokens_T) for sequence in self.sequences)
+
+
+def make_batch(groups: list[TrainingGroup], version: int, rules: SamplingRules, config: LearnerConfig) -> Batch:
+    """The batch that weights ``version`` train on; ``groups`` in any order."""
+    left_out: Counter[str] = Counter()
+    usable = []
+    for group in sorted(groups, key=lambda group: group.group):
+        reason = _unusable(group, rules, config)
+        if reason is None:
+            usable.append(group)
+        else:
+            left_out[reason] += 1
+    scales = _scales(usable, rules, config.loss.aggregation)
+    sequences = [
+        _sequence(group, sample, advantage * scale, version, rules)
+        for group, group_scales in zip(usable, scales, strict=True)
+        for sample, advantage, scale in zip(group.samples, _advantages(group, config), group_scales, strict=True)
+    ]
+    rewards = tuple(sample.reward_micro for group in groups for sample in group.samples)
+    return Batch(version, tuple(sequences), rewards, len(groups), dict(left_out))
+
+
+def _unusable(group: TrainingGroup, rules: SamplingRules, config: LearnerConfig) -> str | None:
+    if not group.samples or any(len(sample.rollout) == 0 for sample in group.samples) or not group.prompt_tokens:
+        return "empty"
+    if config.advantages.drop_no_signal and not has_signal([s.reward_micro for s in group.samples]):
+        return "no_signal"
+    for sample in group.samples:
+        logprobs = (sampler.behaviour_logprobs(sample.rollout, rules), sampler.head_logprobs(sample.rollout, rules))
+        if not all(np.isfinite(values).all() for values in logprobs):
+            return "not_finite"
+    return None
+
+
+def _advantages(group: TrainingGroup, config: LearnerConfig) -> NDArray[np.float64]:
+    return group_advantages([sample.reward_micro for sample in group.samples], config.advantages)
+
+
+def _scales(groups: list[TrainingGroup], rules: SamplingRules, aggregation: Aggregation) -> list[list[float]]:
+    """Weight of each token of each sample of each group, so that the loss is a plain sum over tokens."""
+    lengths = [[len(sample.rollout) for sample in group.samples] for group in groups]
+    samples = sum(len(group) for group in lengths)
+    tokens = sum(sum(group) for group in lengths)
+    if aggregation == "token_mean":
+        return [[1.0 / tokens for _ in group] for group in lengths]
+    if aggregation == "sequence_mean":
+        return [[1.0 / (samples * length) for length in group] for group in lengths]
+    if aggregation == "prompt_mean":
+        return [[1.0 / (len(groups) * sum(group)) for _ in group] for group in lengths]
+    return [[1.0 / (samples * rules.max_new_tokens) for _ in group] for group in lengths]
+
+
+def _sequence(group: TrainingGroup, sample: TrainingSample, signal: float, version: int,
+              rules: SamplingRules) -> Sequence:
+    rollout = sample.rollout
+    first_T = np.cumsum(rollout.head_lengths, dtype=np.int64) - rollout.head_lengths
+    columns_K = np.arange(int(rollout.head_lengths.max()))
+    valid_TK = columns_K[None, :] < rollout.head_lengths[:, None]
+    entries_TK = first_T[:, None] + np.where(valid_TK, columns_K[None, :], 0)
+    return Sequence(
+        group=group.group,
+        sample=rollout.sample,
+        prompt=np.asarray(group.prompt_tokens, dtype=np.int64),
+        tokens_T=rollout.tokens.astype(np.int64),
+        log_q_T=sampler.behaviour_logprobs(rollout, rules),
+        signal_T=np.full(len(rollout), signal),
+        lag_T=np.maximum(version - rollout.versions(), 0),
+        head_ids_TK=rollout.head_ids.astype(np.int64)[entries_TK],
+        head_q_TK=np.exp(sampler.head_logprobs(rollout, rules))[entries_TK],
+        head_valid_TK=valid_TK,
+        tail_q_T=np.exp(sampler.tail_logprobs(rollout, rules)),
+    )

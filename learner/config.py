@@ -1,0 +1,121 @@
+"""Configuration of the learner: one frozen model, unknown keys refused, units in the names.
+
+The learning part (everything but ``process``) has a digest that goes into every batch plan and update receipt, so
+that anyone can see under which rules a version was made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from protocol.config import Config
+
+Preset = Literal["pg", "sc", "is", "tis", "tis+sc"]
+Aggregation = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
+Estimator = Literal["grpo", "grpo_mean", "rloo", "dr_grpo"]
+
+
+class LossConfig(Config):
+    """How a token's gradient is weighted (docs/learner.md, "Losses")."""
+
+    preset: Preset = "tis+sc"
+    """Ratio correction: pg, sc, is, tis, or tis+sc."""
+    cap: Annotated[float, Field(ge=1.0, le=1000.0)] = 2.0
+    """C0: largest importance ratio used at lag 0 (dimensionless)."""
+    cap_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    """gamma: C(lag) = 1 + (C0 - 1) gamma^lag."""
+    aggregation: Aggregation = "token_mean"
+    """What the loss is a mean over: tokens, sequences of token means, prompts of token means, or a constant."""
+
+
+class AdvantageConfig(Config):
+    """How rewards of a group become advantages."""
+
+    estimator: Estimator = "grpo"
+    """grpo (mean and std), grpo_mean or dr_grpo (mean only), rloo (leave one out)."""
+    std_floor: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-6
+    """Added to the standard deviation (in units of reward)."""
+    drop_no_signal: bool = True
+    """Leave groups whose rewards are all equal out of the step and its denominators (DAPO's filter)."""
+
+
+class OptimConfig(Config):
+    """AdamW on fp32 masters."""
+
+    lr: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-5
+    """Learning rate after warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0, le=100_000)] = 0
+    """Steps over which the learning rate rises linearly."""
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Decay of the second moment."""
+    eps: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Decoupled weight decay, on matrices only."""
+    max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    """Global L2 norm gradients are clipped to."""
+    outlier_ratio: Annotated[float, Field(gt=1.0)] = 100.0
+    """A step whose gradient norm is this many times the recent median is skipped."""
+
+
+class BatchConfig(Config):
+    """How a batch is laid out for the model. Changes speed and memory, not what is learned."""
+
+    max_tokens: Annotated[int, Field(ge=16, le=2**20)] = 1024
+    """Token budget of a microbatch; a single longer sequence still goes through alone."""
+    share_prompts: bool = True
+    """Run a prompt once for several of its completions (block attention mask)."""
+    head_chunk_mib: Annotated[int, Field(ge=1, le=4096)] = 32
+    """Memory for one chunk of logits in the fused head, in MiB."""
+    gradient_checkpointing: bool = False
+    """Recompute layers in the backward pass: less memory, about a third more time."""
+
+
+class PublishConfig(Config):
+    """What goes out after a step."""
+
+    anchor_every_versions: Annotated[int, Field(ge=1)] = 64
+    """A full anchor goes out at version 0 and at every multiple of this."""
+    head_ttl_ms: Annotated[int, Field(ge=1000, le=86_400_000)] = 120_000
+    """How long a signed head is valid."""
+    heartbeat_ms: Annotated[int, Field(ge=100, le=86_400_000)] = 20_000
+    """How often the head is signed again so that a freeze is noticed."""
+
+
+class ProcessConfig(Config):
+    """What does not change the result of a step."""
+
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Threads torch may use. A step is bit-reproducible at the same number of threads."""
+    poll_ms: Annotated[int, Field(ge=10, le=600_000)] = 500
+    """How often the coordinator is asked for admitted groups while waiting."""
+    say_after_ms: Annotated[int, Field(ge=100)] = 10_000
+    """After how long a wait says what it waits for."""
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    """Resume points kept on disk."""
+    keep_batches: Annotated[int, Field(ge=1)] = 16
+    """Recorded batches kept on disk for explain-step."""
+
+
+class LearnerConfig(Config):
+    """Everything about one learner process."""
+
+    loss: LossConfig = LossConfig()
+    advantages: AdvantageConfig = AdvantageConfig()
+    optim: OptimConfig = OptimConfig()
+    batch: BatchConfig = BatchConfig()
+    publish: PublishConfig = PublishConfig()
+    process: ProcessConfig = ProcessConfig()
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of the process's own randomness (not of any rollout)."""
+
+    def learning_sha256(self) -> str:
+        """Hex SHA-256 of every setting that can change the bytes of a published version."""
+        rules = self.model_dump(mode="json", exclude={"process"})
+        return hashlib.sha256(json.dumps(rules, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

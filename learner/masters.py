@@ -1,0 +1,80 @@
+"""fp32 masters of the weights, and what of them is published.
+
+The model computes with the *published* bit patterns (bf16 widened to fp32), as every node does, so that at lag 0 the
+learner's distribution is the sampler's. Gradients are applied to the masters, which keep the steps too small for bf16.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from protocol.errors import LocalFault, code
+from protocol.weights.layout import Entry, Layout, State
+
+E_MODEL_LAYOUT = code("E_MODEL_LAYOUT", "the learner's model does not have exactly the tensors of the layout")
+
+#: dtype of the layout -> (torch type of the value, torch type of the bit pattern).
+_TYPES: Final[dict[str, tuple[torch.dtype, torch.dtype]]] = {
+    "BF16": (torch.bfloat16, torch.int16), "F16": (torch.float16, torch.int16), "F32": (torch.float32, torch.int32),
+}
+
+
+class Masters:
+    """Masters of every tensor of a layout, beside the parameters that compute.
+
+    ``parameters`` and ``tensors`` are in the order of the layout. Tied parameters appear once.
+
+    Raises:
+        LocalFault: ``E_MODEL_LAYOUT`` when model and layout do not match tensor for tensor.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, state: State):
+        self.layout = layout
+        self.parameters = _match(model, layout)
+        self.tensors = [_value(state, entry).to(torch.float32) for entry in layout.entries]
+        self.push()
+
+    @torch.no_grad()
+    def push(self) -> None:
+        """Give the model what is published of the masters."""
+        for parameter, master, entry in zip(self.parameters, self.tensors, self.layout.entries, strict=True):
+            parameter.copy_(master.to(_TYPES[entry.dtype][0]))
+
+    @torch.no_grad()
+    def state(self) -> State:
+        """The masters as published bit patterns: rounded to nearest, ties to even."""
+        state: State = {}
+        for master, entry in zip(self.tensors, self.layout.entries, strict=True):
+            value, bits = _TYPES[entry.dtype]
+            state[entry.name] = master.to(value).contiguous().view(bits).numpy().view(entry.words).copy()
+        return state
+
+
+def _match(model: nn.Module, layout: Layout) -> list[nn.Parameter]:
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    found: list[nn.Parameter] = []
+    for entry in layout.entries:
+        parameter = by_name.get(entry.name)
+        if parameter is None or tuple(parameter.shape) != entry.shape:
+            raise LocalFault(
+                E_MODEL_LAYOUT, f"tensor {entry.name} does not match the model", expected=entry.shape,
+                got=None if parameter is None else tuple(parameter.shape),
+            )
+        found.append(parameter)
+    covered = {id(parameter) for parameter in found}
+    missing = [name for name, parameter in by_name.items() if id(parameter) not in covered]
+    if missing or len(covered) != len(found):
+        raise LocalFault(
+            E_MODEL_LAYOUT, "the layout does not cover the model's parameters exactly once",
+            expected="each parameter once", got=f"{missing[0]} missing" if missing else "a tied tensor twice",
+        )
+    return found
+
+
+def _value(state: State, entry: Entry) -> Tensor:
+    value, bits = _TYPES[entry.dtype]
+    signed = "<i2" if bits is torch.int16 else "<i4"
+    return torch.from_numpy(state[entry.name].view(signed).copy()).view(value)

@@ -1,0 +1,110 @@
+"""Numbers of one step, for people and for the update receipt.
+
+Ratios r = p_a / q_a are over the drawn tokens; KL is of q against p, estimated as k1 = -log r and
+k3 = r - 1 - log r (nats per token). ESS = (sum r)^2 / (N sum r^2), 1 when learner and sampler agree.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.batch import Batch
+from learner.head import TokenStats
+
+Metrics = dict[str, Any]
+
+#: Below this effective sample size most of the batch carries no weight.
+LOW_ESS: Final = 0.3
+#: Below this head mass score centring sees too little of the distribution.
+LOW_HEAD_MASS: Final = 0.9
+
+
+def batch_metrics(batch: Batch) -> Metrics:
+    """What is known before the step."""
+    lag = _lags(batch)
+    rewards = np.asarray(batch.rewards_micro, dtype=np.float64) * 1e-6
+    return {
+        "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
+        "reward_std": float(rewards.std()) if len(rewards) else 0.0,
+        "groups": batch.groups,
+        "groups_left_out": batch.left_out,
+        "samples": len(batch.rewards_micro),
+        "tokens": batch.tokens,
+        "lag_mean": float(lag.mean()) if len(lag) else 0.0,
+        "lag_max": int(lag.max()) if len(lag) else 0,
+        "lag_histogram": {str(v): int(n) for v, n in zip(*np.unique(lag, return_counts=True), strict=True)},
+    }
+
+
+def token_metrics(stats: TokenStats | None, lag_N: NDArray[np.int64]) -> Metrics:
+    """What the forward pass saw; zeros when no token was trained on."""
+    if stats is None or len(stats.loss_N) == 0:
+        return dict.fromkeys(_TOKEN_KEYS, 0.0) | {"ess": 1.0, "head_mass_p": 1.0, "head_mass_q": 1.0, "by_lag": {}}
+    log_ratio = stats.log_ratio_N.double().numpy()
+    weight = stats.weight_N.double().numpy()
+    ratio = np.exp(log_ratio)
+    return {
+        "loss": float(stats.loss_N.double().sum()),
+        "kl": _k3(log_ratio),
+        "kl_k1": float(-log_ratio.mean()),
+        "ess": _ess(ratio),
+        "ratio_p01": float(np.quantile(ratio, 0.01)),
+        "ratio_p50": float(np.quantile(ratio, 0.5)),
+        "ratio_p99": float(np.quantile(ratio, 0.99)),
+        "ratio_max": float(ratio.max()),
+        "truncated": float((weight < ratio * (1 - 1e-6)).mean()),
+        "entropy": float(stats.entropy_N.double().mean()),
+        "head_mass_p": float(stats.head_p_N.double().mean()),
+        "head_mass_q": float(stats.head_q_N.double().mean()),
+        "centring_l1": float(stats.centring_N.double().mean()),
+        "by_lag": {
+            str(lag): {"tokens": int((lag_N == lag).sum()), "kl": _k3(log_ratio[lag_N == lag]),
+                       "ess": _ess(ratio[lag_N == lag])}
+            for lag in np.unique(lag_N).tolist()
+        },
+    }
+
+
+_TOKEN_KEYS: Final = (
+    "loss", "kl", "kl_k1", "ratio_p01", "ratio_p50", "ratio_p99", "ratio_max", "truncated", "entropy", "centring_l1",
+)
+
+
+def warnings_of(metrics: Metrics) -> list[str]:
+    """What a person should look at, in words."""
+    found: list[str] = []
+    if metrics["ess"] < LOW_ESS:
+        found.append(
+            f"effective sample size {metrics['ess']:.2f} is below {LOW_ESS}: rollouts are too stale or another model "
+            "made them; lower max_lag_versions or the learning rate"
+        )
+    if metrics["head_mass_q"] < LOW_HEAD_MASS:
+        found.append(
+            f"heads hold {metrics['head_mass_q']:.2f} of the sampler's mass, below {LOW_HEAD_MASS}: raise head_size "
+            "for the next run"
+        )
+    if metrics["skipped"]:
+        found.append(f"step skipped ({metrics['skipped']}): the weights did not change")
+    return found
+
+
+def as_micro(metrics: Metrics) -> dict[str, int]:
+    """Scalar metrics in 1e-6 of their unit, for a signed update receipt; what is not finite is left out."""
+    scalars = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
+    return {name: round(value * 1e6) for name, value in scalars.items() if math.isfinite(value) and abs(value) < 1e12}
+
+
+def _lags(batch: Batch) -> NDArray[np.int64]:
+    return np.concatenate([s.lag_T for s in batch.sequences]) if batch.sequences else np.zeros(0, dtype=np.int64)
+
+
+def _k3(log_ratio: NDArray[np.float64]) -> float:
+    return float((np.expm1(log_ratio) - log_ratio).mean())
+
+
+def _ess(ratio: NDArray[np.float64]) -> float:
+    return float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()))

@@ -1,0 +1,177 @@
+"""Microbatches: sequences laid out for the model by a token budget, deterministically.
+
+Two layouts with the same gradients. ``share_prompts`` runs a prompt once for several completions: one row holds
+blocks ``prompt, completion, completion, ...`` and a mask lets a completion see its prompt and itself. Without it each
+completion is a row of its own, padded on the right, sorted by length. The last token of a completion is predicted but
+never fed in.
+
+Legend: B rows, L row length, N loss tokens.
+"""
+
+# ruff: noqa: N815 (tensor fields end in their shape)
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from learner.batch import Batch, Sequence
+from learner.config import BatchConfig
+from learner.head import LossTokens
+
+_T = TypeVar("_T", bound=np.generic)
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What goes through the model at once."""
+
+    ids_BL: Tensor  #: int64 input tokens
+    positions_BL: Tensor | None  #: int64; None means 0..L-1 in every row
+    mask_11LL: Tensor | None  #: bool, True = may attend; None means causal
+    source_N: Tensor  #: int64 flat index into (B, L) of the input that predicts each loss token
+    tokens: LossTokens
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A prompt and some of its completions."""
+
+    sequences: list[Sequence]
+
+    @property
+    def length(self) -> int:
+        return len(self.sequences[0].prompt) + sum(len(s.tokens_T) - 1 for s in self.sequences)
+
+
+def microbatches(batch: Batch, config: BatchConfig) -> Iterator[Microbatch]:
+    """Every sequence of ``batch`` once; each microbatch within ``max_tokens`` unless one sequence alone is longer."""
+    if config.share_prompts:
+        for blocks in _pack(list(_blocks(batch, config.max_tokens)), config.max_tokens):
+            yield _shared(blocks)
+    else:
+        for rows in _cut(batch, config.max_tokens):
+            yield _padded(rows)
+
+
+def _blocks(batch: Batch, budget: int) -> Iterator[_Block]:
+    """Each group's completions cut into blocks within the budget."""
+    for _, members in groupby(batch.sequences, key=lambda s: s.group):
+        block: list[Sequence] = []
+        for sequence in members:
+            if block and _Block([*block, sequence]).length > budget:
+                yield _Block(block)
+                block = []
+            block.append(sequence)
+        yield _Block(block)
+
+
+def _pack(blocks: list[_Block], budget: int) -> Iterator[list[_Block]]:
+    """First fit in decreasing length: few rows, little waste."""
+    bins: list[list[_Block]] = []
+    room: list[int] = []
+    for block in sorted(blocks, key=lambda b: -b.length):
+        place = next((i for i, free in enumerate(room) if free >= block.length), None)
+        if place is None:
+            bins.append([block])
+            room.append(budget - block.length)
+        else:
+            bins[place].append(block)
+            room[place] -= block.length
+    yield from bins
+
+
+def _cut(batch: Batch, budget: int) -> Iterator[list[Sequence]]:
+    """Rows in ascending length, cut so that rows times longest row stays within the budget."""
+    rows: list[Sequence] = []
+    for sequence in sorted(batch.sequences, key=_input_length):
+        if rows and (len(rows) + 1) * _input_length(sequence) > budget:
+            yield rows
+            rows = []
+        rows.append(sequence)
+    if rows:
+        yield rows
+
+
+def _input_length(sequence: Sequence) -> int:
+    return len(sequence.prompt) + len(sequence.tokens_T) - 1
+
+
+def _shared(blocks: list[_Block]) -> Microbatch:
+    ids, positions, owners, sources = [], [], [], []
+    offset = owner = 0
+    for block in blocks:
+        prompt = block.sequences[0].prompt
+        last = offset + len(prompt) - 1
+        prompt_owner = owner
+        ids.append(prompt)
+        positions.append(np.arange(len(prompt)))
+        owners.append(np.full((len(prompt), 2), prompt_owner))
+        offset += len(prompt)
+        for sequence in block.sequences:
+            owner += 1
+            fed = len(sequence.tokens_T) - 1
+            ids.append(sequence.tokens_T[:-1])
+            positions.append(len(prompt) + np.arange(fed))
+            owners.append(np.tile([prompt_owner, owner], (fed, 1)))
+            sources.append(np.concatenate([[last], offset + np.arange(fed)]))
+            offset += fed
+        owner += 1
+    return Microbatch(
+        ids_BL=torch.from_numpy(np.concatenate(ids)[None]),
+        positions_BL=torch.from_numpy(np.concatenate(positions)[None]),
+        mask_11LL=torch.from_numpy(_mask(np.concatenate(owners))[None, None]),
+        source_N=torch.from_numpy(np.concatenate(sources)),
+        tokens=_loss_tokens([sequence for block in blocks for sequence in block.sequences]),
+    )
+
+
+def _mask(owner_L2: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """(L, L): j is seen by i when it comes no later and belongs to i's prompt or to i's own completion."""
+    prompt_L, own_L = owner_L2[:, 0], owner_L2[:, 1]
+    seen_LL = (own_L[None, :] == prompt_L[:, None]) | (own_L[None, :] == own_L[:, None])
+    return np.tril(seen_LL)
+
+
+def _padded(rows: list[Sequence]) -> Microbatch:
+    length = max(map(_input_length, rows))
+    ids_BL = np.zeros((len(rows), length), dtype=np.int64)
+    sources = []
+    for row, sequence in enumerate(rows):
+        ids_BL[row, : _input_length(sequence)] = np.concatenate([sequence.prompt, sequence.tokens_T[:-1]])
+        sources.append(row * length + len(sequence.prompt) - 1 + np.arange(len(sequence.tokens_T)))
+    return Microbatch(
+        torch.from_numpy(ids_BL), None, None, torch.from_numpy(np.concatenate(sources)), _loss_tokens(rows)
+    )
+
+
+def _loss_tokens(sequences: list[Sequence]) -> LossTokens:
+    width = max(sequence.head_ids_TK.shape[1] for sequence in sequences)
+
+    def floats(values: list[NDArray[np.float64]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(values).astype(np.float32))
+
+    return LossTokens(
+        target_N=torch.from_numpy(np.concatenate([s.tokens_T for s in sequences])),
+        log_q_N=floats([s.log_q_T for s in sequences]),
+        signal_N=floats([s.signal_T for s in sequences]),
+        lag_N=torch.from_numpy(np.concatenate([s.lag_T for s in sequences])),
+        head_ids_NK=torch.from_numpy(np.concatenate([_widen(s.head_ids_TK, width) for s in sequences])),
+        head_q_NK=floats([_widen(s.head_q_TK, width) for s in sequences]),
+        head_valid_NK=torch.from_numpy(np.concatenate([
+            np.pad(s.head_valid_TK, ((0, 0), (0, width - s.head_valid_TK.shape[1]))) for s in sequences
+        ])),
+        tail_q_N=floats([s.tail_q_T for s in sequences]),
+    )
+
+
+def _widen(values_TK: NDArray[_T], width: int) -> NDArray[_T]:
+    """Pad to ``width`` columns by repeating the first."""
+    missing = width - values_TK.shape[1]
+    return np.concatenate([values_TK, np.repeat(values_TK[:, :1], missing, axis=1)], axis=1)
