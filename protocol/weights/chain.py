@@ -1,0 +1,123 @@
+"""The chain of checkpoints: publishing versions, signing heads, and following both.
+
+A version is a signed manifest that names its parent by hash, the state it makes by root, and its chunks by hash.
+Spec: ``docs/spec/weights.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from protocol.clock import Clock
+from protocol.envelope import Envelope
+from protocol.errors import LocalFault, code
+from protocol.identity import Identity
+from protocol.messages import CheckpointHead, CheckpointManifest, ChunkRef
+from protocol.store import Store
+from protocol.weights.chunk import chunk_output
+from protocol.weights.diff import encode_anchor, encode_diff
+from protocol.weights.follower import CheckpointFollower
+from protocol.weights.layout import Layout, State
+from protocol.weights.link import open_manifest
+from protocol.weights.state_root import state_root
+
+__all__ = ["CheckpointFollower", "PublishedVersion", "open_manifest", "publish", "sign_head"]
+
+E_PUBLISH = code("E_PUBLISH", "a version cannot be published: its base is not the state that was published before it")
+
+#: How long a head is valid unless told otherwise, in milliseconds. A reader notices a freeze after this long.
+HEAD_TTL_MS: Final = 10 * 60_000
+
+
+@dataclass(frozen=True)
+class PublishedVersion:
+    """What :func:`publish` wrote. Sizes in bytes, as stored."""
+
+    envelope: Envelope
+    manifest: CheckpointManifest
+    object_sha256: str  #: where the envelope's bytes are in the store
+    diff_bytes: int
+    anchor_bytes: int
+    full_bytes: int  #: length of the canonical state, for comparison
+
+
+def publish(
+    store: Store,
+    identity: Identity,
+    run_id: str,
+    layout: Layout,
+    previous: tuple[CheckpointManifest, Envelope] | None,
+    old: State | None,
+    new: State,
+    *,
+    anchor: bool,
+    clock: Clock,
+    beacon: str,
+) -> PublishedVersion:
+    """Write the chunks of ``new``, then its manifest. Announcing it (a head) is a separate step.
+
+    ``old`` is the state that ``previous`` published, never what readers are believed to hold; version 0 has neither
+    and is always an anchor. Idempotent for equal arguments, apart from the time in the manifest.
+
+    Raises:
+        LocalFault: ``E_PUBLISH`` when ``old`` is not the published state; ``E_STATE``; the store's errors.
+    """
+    base_root = _check_base(layout, previous, old)
+    diff = [] if old is None else _put_all(store, encode_diff(layout, old, new))
+    whole = _put_all(store, encode_anchor(layout, new)) if anchor or previous is None else []
+    store.put(layout.to_bytes())
+    manifest = CheckpointManifest(
+        run_id=run_id,
+        version=0 if previous is None else previous[0].version + 1,
+        parent_sha256=None if previous is None else previous[1].digest,
+        layout_sha256=layout.sha256,
+        state_root=state_root(layout, new),
+        base_root=base_root,
+        diff=diff,
+        anchor=whole,
+        beacon=beacon,
+        published_at_ms=clock.now_ms(),
+    )
+    envelope = manifest.sign(identity)
+    key = store.put(envelope.to_bytes())
+    return PublishedVersion(envelope, manifest, key, _total(diff), _total(whole), layout.nbytes)
+
+
+def sign_head(
+    identity: Identity, manifest: Envelope, *, run_id: str, version: int, clock: Clock, ttl_ms: int = HEAD_TTL_MS
+) -> Envelope:
+    """Say that ``manifest`` (its envelope) of ``version`` is the newest, for the next ``ttl_ms`` milliseconds."""
+    now = clock.now_ms()
+    return CheckpointHead(
+        run_id=run_id, version=version, manifest_sha256=manifest.digest, issued_at_ms=now, expires_at_ms=now + ttl_ms
+    ).sign(identity)
+
+
+def _check_base(
+    layout: Layout, previous: tuple[CheckpointManifest, Envelope] | None, old: State | None
+) -> str | None:
+    """Root of the state to diff against, which must be the one that was published."""
+    if previous is None or old is None:
+        if previous is not None or old is not None:
+            raise LocalFault(E_PUBLISH, "a previous manifest and its state go together", expected="both or neither")
+        return None
+    root = state_root(layout, old)
+    if root != previous[0].state_root or layout.sha256 != previous[0].layout_sha256:
+        raise LocalFault(
+            E_PUBLISH, f"the base is not the published version {previous[0].version}",
+            expected=previous[0].state_root, got=root, hint="load the published state again, or publish an anchor",
+        )
+    return root
+
+
+def _put_all(store: Store, chunks: Sequence[bytes]) -> list[ChunkRef]:
+    return [
+        ChunkRef(sha256=store.put(chunk), size_bytes=len(chunk), max_output_bytes=chunk_output(chunk))
+        for chunk in chunks
+    ]
+
+
+def _total(refs: Sequence[ChunkRef]) -> int:
+    return sum(ref.size_bytes for ref in refs)

@@ -1,0 +1,98 @@
+"""Links of the checkpoint chain: rules one manifest, or two in a row, must obey."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from protocol.envelope import Envelope
+from protocol.errors import PeerFault, code
+from protocol.messages import CheckpointManifest
+from protocol.weights.layout import Layout
+
+E_CHECKPOINT_ROLLBACK = code("E_CHECKPOINT_ROLLBACK", "a checkpoint head is older than one already seen")
+E_CHECKPOINT_GAP = code("E_CHECKPOINT_GAP", "checkpoint manifests do not follow one another without a gap")
+E_CHECKPOINT_MIX = code("E_CHECKPOINT_MIX", "a checkpoint manifest belongs to another chain than the one followed")
+E_CHECKPOINT_LAYOUT = code("E_CHECKPOINT_LAYOUT", "a checkpoint is of another layout than the run's")
+E_CHECKPOINT_MANIFEST = code("E_CHECKPOINT_MANIFEST", "a checkpoint manifest contradicts itself")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A manifest that is known to be the learner's, with the envelope it came in."""
+
+    manifest: CheckpointManifest
+    envelope: Envelope
+
+    @property
+    def version(self) -> int:
+        """Version it makes."""
+        return self.manifest.version
+
+    @property
+    def digest(self) -> str:
+        """How the next manifest and the head name it."""
+        return self.envelope.digest
+
+
+def open_manifest(envelope: Envelope, learner_key: bytes | str, run_id: str, layout: Layout) -> Link:
+    """A manifest on its own: signature, run, layout, and whether it makes sense.
+
+    Raises:
+        PeerFault: ``E_PAYLOAD_TYPE``, ``E_SIGNATURE``, ``E_JSON``, ``E_SCHEMA``, ``E_WRONG_RUN``,
+            ``E_CHECKPOINT_LAYOUT``, ``E_CHECKPOINT_MANIFEST``.
+    """
+    manifest = CheckpointManifest.open(envelope, learner_key, run_id=run_id)
+    if manifest.layout_sha256 != layout.sha256:
+        raise PeerFault(
+            E_CHECKPOINT_LAYOUT, f"version {manifest.version} is of another layout", expected=layout.sha256,
+            got=manifest.layout_sha256,
+        )
+    first = manifest.version == 0
+    if first != (manifest.parent_sha256 is None) or first != (manifest.base_root is None) or first == bool(
+        manifest.diff
+    ):
+        raise PeerFault(
+            E_CHECKPOINT_MANIFEST, f"version {manifest.version} contradicts itself",
+            expected="parent, base root and diff exactly when the version is above 0",
+        )
+    if first and not manifest.anchor:
+        raise PeerFault(E_CHECKPOINT_MANIFEST, "version 0 is not an anchor", expected="anchor chunks")
+    return Link(manifest, envelope)
+
+
+def check_follows(parent: Link, child: Link) -> None:
+    """Refuse a ``child`` that is not the next version after ``parent``.
+
+    Raises:
+        PeerFault: ``E_CHECKPOINT_GAP`` or ``E_CHECKPOINT_MIX``.
+    """
+    if child.version != parent.version + 1:
+        raise PeerFault(
+            E_CHECKPOINT_GAP, "a version is missing or repeated", expected=parent.version + 1, got=child.version
+        )
+    if child.manifest.parent_sha256 != parent.digest:
+        raise PeerFault(
+            E_CHECKPOINT_MIX, f"version {child.version} names another parent", expected=parent.digest,
+            got=child.manifest.parent_sha256,
+        )
+    if child.manifest.base_root != parent.manifest.state_root:
+        raise PeerFault(
+            E_CHECKPOINT_MIX, f"the diff of version {child.version} is for another state",
+            expected=parent.manifest.state_root, got=child.manifest.base_root,
+        )
+
+
+def open_chain(
+    envelopes: Sequence[Envelope], learner_key: bytes | str, run_id: str, layout: Layout
+) -> list[Link]:
+    """Manifests in ascending order of version, each the child of the one before.
+
+    Raises:
+        PeerFault: as :func:`open_manifest` and :func:`check_follows`.
+    """
+    links = [open_manifest(envelope, learner_key, run_id, layout) for envelope in envelopes]
+    for parent, child in pairwise(links):
+        check_follows(parent, child)
+    return links
