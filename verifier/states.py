@@ -1,0 +1,140 @@
+"""The weights of any version, made on demand: one live state that steps forward by diffs and back by undo logs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from protocol.errors import LocalFault, code
+from protocol.messages import ChunkRef
+from protocol.weights.diff import Undo, apply_patch, decode_anchor, decode_diff
+from protocol.weights.layout import Layout, State
+from protocol.weights.state_root import state_root
+from verifier.checkpoints import CheckpointBook
+
+E_VERSION_MISSING = code("E_VERSION_MISSING", "the weights of a version cannot be had here")
+E_STATE_ROOT = code("E_STATE_ROOT", "weights rebuilt from published objects do not have the root of their manifest")
+
+#: Steps back that are kept; older versions are rebuilt from an anchor.
+KEPT_UNDOS: Final = 32
+#: Bytes of diff chunks kept in memory, so that stepping back and forth fetches nothing twice.
+KEPT_CHUNK_BYTES: Final = 256 * 2**20
+
+
+class States(Protocol):
+    """Where the weights of a version come from. A returned state is valid until the next call."""
+
+    def state(self, version: int) -> State:
+        """The weights of ``version``.
+
+        Raises:
+            LocalFault: ``E_VERSION_MISSING`` or ``E_STATE_ROOT``; Transient: fetching failed.
+        """
+
+
+class StateRing:
+    """States rebuilt from a store's objects; each root is checked the first time a version is reached."""
+
+    def __init__(
+        self, layout: Layout, book: CheckpointBook, fetch: Callable[[str], bytes], *, kept_undos: int = KEPT_UNDOS
+    ):
+        self._layout, self._book, self._fetch, self._kept_undos = layout, book, fetch, kept_undos
+        self._state: State | None = None
+        self._version = -1
+        self._undos: list[Undo] = []  #: the last of them leads from ``_version`` to the version before
+        self._rooted: set[int] = set()
+        self._chunks: OrderedDict[str, bytes] = OrderedDict()
+
+    def state(self, version: int) -> State:
+        """The weights of ``version`` (see :class:`States`)."""
+        if self._state is not None and self._version > version and self._version - version <= len(self._undos):
+            while self._version > version:
+                self._undos.pop().revert(self._state)
+                self._version -= 1
+        if self._state is None or self._version > version or not self._steps_lead_to(version):
+            self._load_anchor(version)
+        while self._version < version:
+            self._step()
+        assert self._state is not None
+        return self._state
+
+    def _steps_lead_to(self, version: int) -> bool:
+        manifests = [self._book.get(step) for step in range(self._version + 1, version + 1)]
+        return all(manifest is not None and bool(manifest.diff) for manifest in manifests)
+
+    def _load_anchor(self, version: int) -> None:
+        anchor = self._book.nearest_anchor(version)
+        manifest = None if anchor is None else self._book.get(anchor)
+        if anchor is None or manifest is None:
+            raise LocalFault(
+                E_VERSION_MISSING, f"no way to rebuild version {version}", expected="an anchor and diffs up to it",
+                got="an incomplete chain of manifests", hint="give a folder or store that holds this version",
+            )
+        self._state, self._version = None, -1
+        self._undos.clear()
+        self._state = decode_anchor(self._get(manifest.anchor), self._layout, manifest.anchor)
+        self._version = anchor
+        self._check_root(anchor, manifest.state_root)
+
+    def _step(self) -> None:
+        """Go one version forward, or stay as before when that fails."""
+        assert self._state is not None
+        manifest = self._book.get(self._version + 1)
+        assert manifest is not None
+        patch = decode_diff(self._layout, self._get(manifest.diff), manifest.diff)
+        undo = apply_patch(self._layout, self._state, patch)
+        try:
+            self._check_root(manifest.version, manifest.state_root)
+        except LocalFault:
+            undo.revert(self._state)
+            raise
+        self._version = manifest.version
+        self._undos.append(undo)
+        del self._undos[: -self._kept_undos or None]
+
+    def _check_root(self, version: int, expected: str) -> None:
+        if version in self._rooted:
+            return
+        assert self._state is not None
+        root = state_root(self._layout, self._state)
+        if root != expected:
+            raise LocalFault(E_STATE_ROOT, f"version {version} has another root", expected=expected, got=root)
+        self._rooted.add(version)
+
+    def _get(self, refs: Sequence[ChunkRef]) -> list[bytes]:
+        return [self._chunk(ref.sha256) for ref in refs]
+
+    def _chunk(self, sha256: str) -> bytes:
+        if sha256 in self._chunks:
+            self._chunks.move_to_end(sha256)
+            return self._chunks[sha256]
+        data = self._fetch(sha256)
+        self._chunks[sha256] = data
+        total = sum(map(len, self._chunks.values()))
+        while total > KEPT_CHUNK_BYTES and len(self._chunks) > 1:
+            total -= len(self._chunks.popitem(last=False)[1])
+        return data
+
+
+class Folders:
+    """States of model folders read from disk, found by their root; the offline auditor's source."""
+
+    def __init__(self, layout: Layout, book: CheckpointBook, loaded: Sequence[State], fallback: States | None = None):
+        self._book, self._fallback = book, fallback
+        self._by_root = {state_root(layout, state): state for state in loaded}
+
+    def state(self, version: int) -> State:
+        """The weights of ``version`` (see :class:`States`)."""
+        manifest = self._book.get(version)
+        found = None if manifest is None else self._by_root.get(manifest.state_root)
+        if found is not None:
+            return found
+        if self._fallback is not None:
+            return self._fallback.state(version)
+        raise LocalFault(
+            E_VERSION_MISSING, f"no folder holds version {version}",
+            expected="a manifest of this version" if manifest is None else f"state root {manifest.state_root}",
+            got=", ".join(root[:16] for root in self._by_root) or "no folder",
+            hint="give --checkpoint once for every version the rollouts used, or the run's object store",
+        )

@@ -1,0 +1,263 @@
+"""T0: everything that can be checked without randomness and without a model.
+
+The steps are numbered as in ``docs/spec/verification.md``. Steps A.1 to A.4 look at what the run's own roles signed or
+carried: a failure there is never the node's and makes the audit inconclusive. Steps T0.1 to T0.9 look at what the
+node signed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from protocol import bundle as bundles
+from protocol.errors import E_OBJECT_HASH, E_WRONG_KEY, PeerFault, code
+from protocol.identity import key_id
+from protocol.messages import Commitment, Lease, Receipt, RunManifest
+from protocol.rollout import Bundle, Finish, Rollout, Segment, prompt_digest
+from protocol.sampler import check_head
+from verifier.checkpoints import CheckpointBook
+from verifier.findings import Report, RolloutFault
+from verifier.submission import Opened, Submission
+
+E_LEASE_INCOHERENT = code("E_LEASE_INCOHERENT", "a lease contradicts itself, its receipt or the published checkpoints")
+E_OTHER_LEASE = code("E_OTHER_LEASE", "a commitment is for another lease or another node")
+E_COUNTS = code("E_COUNTS", "a commitment states other counts or sizes than its bundle has")
+E_BUNDLE_ROOT = code("E_BUNDLE_ROOT", "the committed Merkle root is not the root of the uploaded bundle")
+E_SAMPLE_SET = code("E_SAMPLE_SET", "a bundle does not hold exactly the samples of its lease, each once")
+E_EOS_GRAMMAR = code("E_EOS_GRAMMAR", "a completion does not end where and how the run's rules say")
+E_SEGMENT_VERSION = code("E_SEGMENT_VERSION", "a segment names a version that cannot have been used there")
+
+#: How far the clocks of learner and coordinator may be apart before "published after it was used" counts, in ms.
+CLOCK_SLACK_MS: Final = 300_000
+
+
+def open_submission(run: RunManifest, submission: Submission, book: CheckpointBook, report: Report) -> Opened | None:
+    """Steps A.1 to T0.3: open the envelopes and the bundle. None when one of them does not open."""
+    coordinator, receipt = run.roles.coordinator, None
+    lease = report.attempt(
+        "A.1 lease signature", "the coordinator's",
+        lambda: Lease.open(submission.lease, coordinator, run_id=run.run_id), node=False,
+        got=lambda _: "the coordinator's",
+    )
+    if lease is None:
+        return None
+    if submission.receipt is not None:
+        receipt = report.attempt(
+            "A.2 receipt", "the coordinator's, for this commitment", lambda: _open_receipt(run, submission, lease),
+            node=False, got=lambda receipt: receipt.receipt_id,
+        )
+    report.attempt(
+        "A.3 lease coherent", "environment, prompt digest, samples, beacon", lambda: _check_lease(run, lease, book),
+        node=False, got=lambda _: "coherent",
+    )
+    commitment = None
+    if report.clean:
+        commitment = report.attempt(
+            "T0.1 commitment signature", f"node {lease.node_id[:16]}", lambda: _open_commitment(run, submission, lease),
+            node=True, got=lambda commitment: f"node {commitment.node_id[:16]}",
+        )
+    if commitment is None:
+        return None
+    bundle = _open_bundle(run, submission, lease, commitment, report)
+    return None if bundle is None else Opened(run, submission, lease, receipt, commitment, bundle)
+
+
+def check_structure(opened: Opened, book: CheckpointBook, report: Report) -> None:
+    """Steps T0.4 to T0.9, each on its own; T0 is complete afterwards."""
+    for check, expected, step in _STEPS:
+        report.attempt(check, expected, partial(step, opened), node=True)
+    report.attempt(
+        "T0.9 segment versions", "published, from the lease's start version on",
+        lambda: _check_versions(opened, book), node=True,
+    )
+    report.tiers.append("T0")
+
+
+def _open_bundle(
+    run: RunManifest, submission: Submission, lease: Lease, commitment: Commitment, report: Report
+) -> Bundle | None:
+    report.attempt(
+        "T0.2 commitment is for the lease", lease.lease_id, lambda: _check_commitment(commitment, lease, submission),
+        node=True, got=lambda _: commitment.lease_id,
+    )
+    report.attempt(
+        "A.4 object hash", commitment.object_sha256[:16], lambda: _check_object(commitment, submission.bundle),
+        node=False, got=lambda _: commitment.object_sha256[:16],
+    )
+    if not report.clean:
+        return None
+    return report.attempt(
+        "T0.3 bundle decodes", "lengths, segments and sizes within the limits",
+        lambda: bundles.decode(submission.bundle, run.sampling), node=True,
+        got=lambda bundle: f"{len(bundle.rollouts)} rollouts in {len(submission.bundle)} bytes",
+    )
+
+
+# -- what the run's roles signed ---------------------------------------------------------------------------
+
+
+def _open_receipt(run: RunManifest, submission: Submission, lease: Lease) -> Receipt:
+    assert submission.receipt is not None
+    receipt = Receipt.open(submission.receipt, run.roles.coordinator, run_id=run.run_id)
+    named = (receipt.lease_id, receipt.node_id, receipt.commitment_sha256)
+    ours = (lease.lease_id, lease.node_id, submission.commitment.digest)
+    if named != ours:
+        raise PeerFault(E_LEASE_INCOHERENT, "the receipt is for something else", expected=ours, got=named)
+    if receipt.received_at_ms < lease.issued_at_ms:
+        raise PeerFault(
+            E_LEASE_INCOHERENT, "the receipt is older than the lease", expected=f">= {lease.issued_at_ms}",
+            got=receipt.received_at_ms,
+        )
+    return receipt
+
+
+def _check_lease(run: RunManifest, lease: Lease, book: CheckpointBook) -> None:
+    if lease.environment not in {environment.name for environment in run.environments}:
+        raise PeerFault(E_LEASE_INCOHERENT, "the lease names an unknown environment", got=lease.environment)
+    if lease.prompt_sha256 != prompt_digest(lease.prompt_tokens) or max(lease.prompt_tokens) >= run.sampling.vocab_size:
+        raise PeerFault(
+            E_LEASE_INCOHERENT, "the lease's prompt does not have its digest or is outside the vocabulary",
+            expected=lease.prompt_sha256, got=prompt_digest(lease.prompt_tokens),
+        )
+    if len(set(lease.samples)) != len(lease.samples) or max(lease.samples) >= run.batch.group_size:
+        raise PeerFault(
+            E_LEASE_INCOHERENT, "the lease's samples are not distinct members of a group",
+            expected=f"< {run.batch.group_size}", got=lease.samples,
+        )
+    start = book.get(lease.start_version)
+    if start is None or start.beacon != lease.beacon:
+        raise PeerFault(
+            E_LEASE_INCOHERENT, f"the lease's beacon is not that of version {lease.start_version}",
+            expected="an unpublished version" if start is None else start.beacon, got=lease.beacon,
+        )
+
+
+def _check_object(commitment: Commitment, bundle: bytes) -> None:
+    """The store must have given us what the node committed to; if not, it is the carrier's fault."""
+    got = hashlib.sha256(bundle).hexdigest()
+    if got != commitment.object_sha256:
+        raise PeerFault(
+            E_OBJECT_HASH, "these are not the bytes that were committed to", expected=commitment.object_sha256, got=got
+        )
+
+
+# -- what the node signed ------------------------------------------------------------------------------------
+
+
+def _open_commitment(run: RunManifest, submission: Submission, lease: Lease) -> Commitment:
+    key = submission.node_public_key
+    if key_id(key) != lease.node_id:
+        raise PeerFault(E_WRONG_KEY, "the key is not that of the lease's node", expected=lease.node_id, got=key_id(key))
+    return Commitment.open(submission.commitment, key, run_id=run.run_id)
+
+
+def _check_commitment(commitment: Commitment, lease: Lease, submission: Submission) -> None:
+    named = (commitment.node_id, commitment.lease_id, commitment.lease_sha256)
+    ours = (lease.node_id, lease.lease_id, submission.lease.digest)
+    if named != ours:
+        raise PeerFault(E_OTHER_LEASE, "the commitment is for another lease", expected=ours, got=named)
+
+
+def _check_counts(opened: Opened) -> str:
+    rollouts = opened.bundle.rollouts
+    got = (len(rollouts), sum(map(len, rollouts)), len(opened.submission.bundle))
+    commitment = opened.commitment
+    expected = (commitment.rollouts, commitment.tokens, commitment.object_bytes)
+    if got != expected:
+        raise PeerFault(E_COUNTS, "rollouts, tokens, bytes differ from the commitment", expected=expected, got=got)
+    return f"{got[0]} rollouts, {got[1]} tokens, {got[2]} bytes"
+
+
+def _check_root(opened: Opened) -> str:
+    root = bundles.bundle_root(opened.bundle, opened.submission.lease.digest)
+    if root != opened.commitment.bundle_root:
+        raise PeerFault(
+            E_BUNDLE_ROOT, "another bundle was committed to", expected=opened.commitment.bundle_root, got=root
+        )
+    return root[:16]
+
+
+def _check_samples(opened: Opened) -> str:
+    got = [rollout.sample for rollout in opened.bundle.rollouts]
+    expected = sorted(opened.lease.samples)
+    if sorted(got) != expected:
+        raise PeerFault(E_SAMPLE_SET, "the bundle holds other samples", expected=expected, got=got)
+    return str(got)
+
+
+def _check_ends(opened: Opened) -> str:
+    for rollout in opened.bundle.rollouts:
+        _check_end(opened, rollout)
+    lengths = [len(rollout) for rollout in opened.bundle.rollouts]
+    return f"{min(lengths)} to {max(lengths)} tokens"
+
+
+def _check_end(opened: Opened, rollout: Rollout) -> None:
+    """EOS at the end and nowhere else, or the length limit reached; the finish reason says which."""
+    rules, length = opened.run.sampling, len(rollout)
+    ends = [t for t, token in enumerate(rollout.tokens.tolist()) if token in rules.eos_token_ids]
+    if ends and ends[0] != length - 1:
+        raise RolloutFault(
+            E_EOS_GRAMMAR, "tokens after the end of sequence", sample=rollout.sample, position=ends[0],
+            expected="nothing after EOS", got=f"{length - 1 - ends[0]} tokens",
+        )
+    finish = Finish.EOS if ends else Finish.LENGTH
+    if rollout.finish != finish or (finish == Finish.LENGTH and length != rules.max_new_tokens):
+        raise RolloutFault(
+            E_EOS_GRAMMAR, "the completion stops without a reason", sample=rollout.sample, position=length - 1,
+            expected=f"EOS, or {rules.max_new_tokens} tokens", got=f"{rollout.finish.name} after {length} tokens",
+        )
+
+
+def _check_heads(opened: Opened) -> str:
+    entries = 0
+    for rollout in opened.bundle.rollouts:
+        try:
+            check_head(rollout, opened.run.sampling)
+        except PeerFault as error:
+            raise RolloutFault(
+                error.code, error.message, sample=rollout.sample, expected=error.expected, got=error.got
+            ) from None
+        entries += len(rollout.head_ids)
+    return f"{entries} entries"
+
+
+def _check_versions(opened: Opened, book: CheckpointBook) -> str:
+    start = opened.lease.start_version
+    for rollout in opened.bundle.rollouts:
+        if rollout.segments[0].version != start:
+            raise RolloutFault(
+                E_SEGMENT_VERSION, "the rollout begins with another version", sample=rollout.sample, position=0,
+                expected=start, got=rollout.segments[0].version,
+            )
+        for segment in rollout.segments:
+            _check_version(opened, rollout.sample, segment, book)
+    return str(sorted({segment.version for rollout in opened.bundle.rollouts for segment in rollout.segments}))
+
+
+def _check_version(opened: Opened, sample: int, segment: Segment, book: CheckpointBook) -> None:
+    manifest = book.get(segment.version)
+    if manifest is None:
+        raise RolloutFault(
+            E_SEGMENT_VERSION, "no such version is published", sample=sample, position=segment.start,
+            expected=f"<= {book.newest}", got=segment.version,
+        )
+    latest = None if opened.receipt is None else opened.receipt.received_at_ms + CLOCK_SLACK_MS
+    if latest is not None and manifest.published_at_ms > latest:
+        raise RolloutFault(
+            E_SEGMENT_VERSION, f"version {segment.version} came out after the rollout was handed in", sample=sample,
+            position=segment.start, expected=f"published by {latest} ms", got=f"{manifest.published_at_ms} ms",
+        )
+
+
+#: (name of the check, what is expected, step); a step raises or says what it got.
+_STEPS: Final[tuple[tuple[str, str, Callable[[Opened], str]], ...]] = (
+    ("T0.4 counts and sizes", "as in the commitment", _check_counts),
+    ("T0.5 Merkle root", "as in the commitment", _check_root),
+    ("T0.6 sample set", "the samples of the lease, each once", _check_samples),
+    ("T0.7 length and EOS", "ends at its only EOS or at the length limit", _check_ends),
+    ("T0.8 heads", "sorted, within the rules, normalised", _check_heads),
+)

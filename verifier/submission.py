@@ -1,0 +1,48 @@
+"""A submission as it comes in (envelopes and bytes) and as it is once its parts are opened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from protocol.envelope import Envelope
+from protocol.messages import Commitment, Lease, Profile, Receipt, RunManifest
+from protocol.rollout import Bundle, rollout_seed
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What is to be judged. Nothing in it has been checked."""
+
+    lease: Envelope
+    commitment: Envelope
+    receipt: Envelope | None  #: None only in a node's own dry run
+    node_public_key: bytes
+    bundle: bytes  #: encoded
+    drawn: bool  #: recompute with the model as well
+
+
+@dataclass
+class Opened:
+    """A submission whose envelopes are open; ``bundle`` is set once it is decoded."""
+
+    run: RunManifest
+    submission: Submission
+    lease: Lease
+    receipt: Receipt | None
+    commitment: Commitment
+    bundle: Bundle
+
+    @cached_property
+    def seeds(self) -> dict[int, bytes]:
+        """Seed of each sample of the lease."""
+        lease = self.lease
+        return {
+            sample: rollout_seed(self.run.run_id, lease.beacon, lease.prompt_sha256, lease.group, sample)
+            for sample in lease.samples
+        }
+
+    @property
+    def profile(self) -> Profile | None:
+        """Thresholds of the profile the node claims, None when the run has no such profile."""
+        return next((p for p in self.run.profiles if p.name == self.commitment.profile), None)
