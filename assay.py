@@ -28,6 +28,9 @@ PARTS: Final[dict[str, tuple[str, str]]] = {
     "audit": ("verifier.audit_cli", "Check one evidence file by yourself, offline."),
 }
 
+#: Options of the front door alone.
+COMPLETION: Final = frozenset({"install_completion", "show_completion"})
+
 EPILOG: Final = """\b
 Examples:
   assay up demo                               a whole network in the folder demo
@@ -53,6 +56,7 @@ class Parts(TyperGroup):
             return None
         command = typer.main.get_command(importlib.import_module(PARTS[cmd_name][0]).app)
         command.name = cmd_name
+        command.params = [param for param in command.params if param.name not in COMPLETION]
         return command
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -14,7 +14,7 @@ class Loss(Config):
 class Sample(Config):
     loss: Loss = Loss()
     steps: int = 3
-    names: list[str] = []
+    names: tuple[str, ...] = ()
 
 
 def test_order_is_defaults_file_environment_flags(tmp_path: Path) -> None:
@@ -22,9 +22,10 @@ def test_order_is_defaults_file_environment_flags(tmp_path: Path) -> None:
     file.write_text("steps = 4\nnames = ['a']\n[loss]\npreset = 'tis'\ncap = 3.0\n")
     environ = {"ASSAY_T_STEPS": "5", "ASSAY_T_LOSS__PRESET": "is", "OTHER": "1"}
     config, origin = load_config(Sample, file, "ASSAY_T_", {"loss.preset": "tis+sc", "steps": None}, environ)
-    assert (config.steps, config.loss.preset, config.loss.cap, config.names) == (5, "tis+sc", 3.0, ["a"])
+    assert (config.steps, config.loss.preset, config.loss.cap, config.names) == (5, "tis+sc", 3.0, ("a",))
     assert origin == {
-        "steps": "environment ASSAY_T_STEPS", "loss.preset": "flag", "loss.cap": f"file {file}", "names": f"file {file}",
+        "steps": "environment ASSAY_T_STEPS", "loss.preset": "flag", "loss.cap": f"file {file}",
+        "names": f"file {file}",
     }
 
 

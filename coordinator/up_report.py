@@ -1,0 +1,75 @@
+"""From the first process to the summary: runs a network to its end and says what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.up_evidence import collect_evidence
+from coordinator.up_network import Network
+from coordinator.up_plan import write_json
+from coordinator.up_summary import Summary, in_words, roots_equal, summarise
+from coordinator.up_view import View
+from protocol.client import CoordinatorClient
+from protocol.errors import AssayError
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a start of ``assay up`` ended."""
+
+    holds: bool  #: the run is complete and kept its promises, or was stopped on request
+    lines: list[str]  #: for a human
+
+
+def conclude(network: Network, view: View) -> Report:
+    """Run the network; write ``summary.json`` when the run is over."""
+    summary: Summary | None = None
+    try:
+        network.prepare()
+        if not network.asked_to_stop:
+            network.start()
+        complete = not network.asked_to_stop and network.watch()
+        if not network.asked_to_stop:
+            summary = _sum_up(network, view)
+    finally:
+        network.drain()
+        choices = network.choices.model_copy(update={"wall_s": round(network.wall_s, 1)})
+        network.folder.save(choices)
+    path = network.folder.path
+    if summary is None:
+        view.event("stopped", {"go_on_with": f"assay up {path}"})
+        return Report(holds=True, lines=[f"Stopped. Go on with: assay up {path}"])
+    view.event("summary", summary.model_dump())
+    holds = complete and summary.roots_equal and summary.honest_nodes_banned == 0
+    return Report(holds, [*in_words(summary), *_where(network)])
+
+
+def _sum_up(network: Network, view: View) -> Summary | None:
+    if network.status is None:
+        return None
+    with CoordinatorClient(network.url, None, deadline_s=10.0) as client:
+        try:
+            network.look()
+            evidence = collect_evidence(client, network.folder, network.status)
+            root = network.newest_root(client)
+        except AssayError as error:
+            view.event("incomplete", {"why": str(error)})
+            evidence, root = {}, ""
+    for attack, file in evidence.items():
+        view.event("evidence", {"attack": attack, "file": str(file)})
+    homes = [network.folder.home(name) for name in network.honest]
+    summary = summarise(
+        network.status, honest=network.honest, drills=network.choices.drills,
+        roots_equal=roots_equal(homes, root), wall_s=network.wall_s,
+    )
+    write_json(network.folder.summary, summary.model_dump())
+    return summary
+
+
+def _where(network: Network) -> list[str]:
+    folder = network.folder
+    lines = ["", f"summary   {folder.summary}", f"events    {folder.events}", f"logs      {folder.log('*')}"]
+    files = sorted(folder.evidence.glob("*")) if folder.evidence.exists() else []
+    if files:
+        lines.append(f"evidence  {folder.evidence} ({', '.join(file.name for file in files)})")
+    return lines
