@@ -147,7 +147,7 @@ def _frame_bytes(rollout: Rollout) -> bytes:
 
 
 def _chunk_bytes(rollout: Rollout, first: int, last: int, start: int, end: int) -> bytes:
-    """Tokens ``first`` to ``last``, whose head entries are ``start`` to ``end``; little-endian columns in full width."""
+    """Little-endian columns of tokens ``first`` to ``last``, whose head entries are ``start`` to ``end``."""
     return b"".join(
         column.astype(dtype, copy=False).tobytes()
         for column, dtype in (

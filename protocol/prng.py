@@ -62,7 +62,7 @@ def row_keys(words: U64, positions: NDArray[Any], domain: int) -> U64:
 
 
 def uniforms(words: U64, keys: U64, ids: NDArray[Any]) -> F64:
-    """u in (0, 1) for each (stream key, token id); the arguments broadcast. u is an odd multiple of 2^-53."""
+    """Uniform u in (0, 1) for each (stream key, token id); the arguments broadcast. u is an odd multiple of 2^-53."""
     h = mix64(words[3] ^ mix64(keys + ids.astype(np.uint64) * np.uint64(ID_STEP)))
     u: F64 = ((h >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return u
@@ -73,7 +73,7 @@ def exponential(u: F64) -> F64:
     m, exponent = np.frexp(u)
     low = m < SQRT_HALF
     m = np.where(low, m + m, m)
-    k = (low - exponent).astype(np.float64)
+    k: F64 = (low.astype(np.int64) - exponent).astype(np.float64)
     s = (m - 1.0) / (m + 1.0)
     z = s * s
     p = np.full_like(z, SERIES[-1])

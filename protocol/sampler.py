@@ -77,7 +77,7 @@ def draw_tail(
 def tail_margin(
     logprobs_V: NDArray[Any], head_ids: NDArray[np.uint32], token: int, seed: bytes, position: int
 ) -> float:
-    """How far ``token`` loses the tail race under these log-probabilities, in nats; 0 when it wins, inf when in the head.
+    """How far ``token`` loses the tail race under these log-probabilities, in nats: 0 when it wins, inf in the head.
 
     This is the difference of the Gumbel-perturbed log-probabilities of the winner and of ``token``.
     """
@@ -100,10 +100,11 @@ def replay(rollout: Rollout, seed: bytes, rules: SamplingRules) -> int | None:
     if kernel is None:
         wrong = _replay_numpy(rollout, words, weights)
     else:
-        wrong = int(kernel.replay(
-            rollout.tokens, rollout.head_lengths, rollout.head_ids, rollout.head_codes, rollout.tail_codes,
-            rollout.token_codes, weights, words,
-        ))
+        columns = (
+            (rollout.tokens, np.uint32), (rollout.head_lengths, np.uint8), (rollout.head_ids, np.uint32),
+            (rollout.head_codes, np.uint16), (rollout.tail_codes, np.uint16), (rollout.token_codes, np.uint16),
+        )
+        wrong = int(kernel.replay(*(np.ascontiguousarray(c, dtype) for c, dtype in columns), weights, words))
     return None if wrong < 0 else wrong
 
 
@@ -120,7 +121,8 @@ def compiled() -> ModuleType | None:
 def _scores(e: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """E / W; infinite where W is 0."""
     scores = np.full(e.shape, math.inf)
-    return np.divide(e, weights, out=scores, where=weights > 0)
+    np.divide(e, weights, out=scores, where=weights > 0)
+    return scores
 
 
 def _tail_scores(

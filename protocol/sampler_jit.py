@@ -1,19 +1,34 @@
 """Numba kernels of the sampler. Imported only where speed matters: importing numba takes a good part of a second.
 
-The arithmetic is that of ``protocol.prng``, operation by operation. ``fastmath`` must stay off and nothing here may be
+The arithmetic is that of ``protocol.prng``, operation by operation. ``fastmath`` must stay off and nothing may be
 fused: a single contracted multiply-add would change draws.
+
+Legend: B rows of a batch, R rows of it whose tail won, V vocabulary, K entries of a head, T tokens of a rollout.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
-from numba import float64, int64, uint64
+from numba import float64, int64, types, uint8, uint16, uint32, uint64
 from numpy.typing import NDArray
 
-from protocol.prng import HEAD_DOMAIN, ID_STEP, LN2, MIX_1, MIX_2, POSITION_STEP, SERIES, SQRT_HALF, TAIL_DOMAIN, TAIL_ID
+from protocol.prng import (
+    HEAD_DOMAIN,
+    ID_STEP,
+    LN2,
+    MIX_1,
+    MIX_2,
+    POSITION_STEP,
+    SERIES,
+    SQRT_HALF,
+    TAIL_DOMAIN,
+    TAIL_ID,
+)
 from protocol.rollout import NO_CODE
 
 _MIX_1, _MIX_2 = np.uint64(MIX_1), np.uint64(MIX_2)
@@ -25,27 +40,44 @@ _C0, _C1, _C2, _C3, _C4, _C5, _C6, _C7, _C8, _C9, _C10 = SERIES
 #: -ln u >= 1 - u, so an entry with SAFE (1 - u) / W above the best score cannot win; 1e-4 is far beyond rounding.
 _SAFE = 0.9999
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 
-@numba.njit(uint64(uint64), cache=True, inline="always")
+
+def _inlined(function: _F) -> _F:
+    """A helper for kernels."""
+    return cast("_F", numba.njit(cache=True)(function))
+
+
+def _kernel(result: Any, *arguments: Any) -> Callable[[_F], _F]:
+    """A kernel compiled for one signature, so that no call ever waits for another compilation."""
+    return cast("Callable[[_F], _F]", numba.njit(result(*arguments), cache=True))
+
+
+def _of(scalar: Any, dimensions: int = 1) -> Any:
+    """Type of a contiguous array that is only read."""
+    return types.Array(scalar, dimensions, "C", readonly=True)
+
+
+@_inlined
 def _mix64(z: np.uint64) -> np.uint64:
     z = (z ^ (z >> _S30)) * _MIX_1
     z = (z ^ (z >> _S27)) * _MIX_2
     return z ^ (z >> _S31)
 
 
-@numba.njit(uint64(uint64[::1], uint64, uint64), cache=True, inline="always")
-def _row_key(words: NDArray[np.uint64], position: np.uint64, domain: np.uint64) -> np.uint64:
+@_inlined
+def _row_key(k0: np.uint64, k1: np.uint64, k2: np.uint64, position: np.uint64, domain: np.uint64) -> np.uint64:
     counter = (position << _S1) | domain
-    return words[2] ^ _mix64(words[1] ^ _mix64(words[0] + counter * _POSITION_STEP))
+    return k2 ^ _mix64(k1 ^ _mix64(k0 + counter * _POSITION_STEP))
 
 
-@numba.njit(float64(uint64, uint64, uint64), cache=True, inline="always")
-def _uniform(k3: np.uint64, key: np.uint64, token: np.uint64) -> float:
+@_inlined
+def _uniform(k3: np.uint64, key: np.uint64, token: np.uint64) -> np.float64:
     h = _mix64(k3 ^ _mix64(key + token * _ID_STEP))
     return (np.float64(h >> _S12) + 0.5) * 2.0**-52
 
 
-@numba.njit(float64(float64), cache=True, inline="always")
+@_inlined
 def _exponential(u: float) -> float:
     m, exponent = math.frexp(u)
     k = -exponent
@@ -67,61 +99,100 @@ def _exponential(u: float) -> float:
     return np.float64(k) * LN2 - s * p
 
 
-@numba.njit(float64[::1](float64[::1]), cache=True)
+@_inlined
+def _head_winner(
+    k3: np.uint64, key: np.uint64, ids: NDArray[Any], codes: NDArray[Any], tail_code: int, weights: NDArray[np.float64]
+) -> np.uint64:
+    """Id that wins the race of one head, ``TAIL_ID`` when the tail does."""
+    best, winner = math.inf, _TAIL_ID
+    for i in range(len(ids)):
+        candidate = np.uint64(ids[i])
+        weight = weights[codes[i]]
+        u = _uniform(k3, key, candidate)
+        if (1.0 - u) * _SAFE > best * weight:
+            continue
+        score = _exponential(u) / weight
+        if score < best or (score == best and candidate < winner):
+            best, winner = score, candidate
+    tail_weight = weights[tail_code]
+    if tail_weight > 0.0 and _exponential(_uniform(k3, key, _TAIL_ID)) / tail_weight < best:
+        return _TAIL_ID
+    return winner
+
+
+@_kernel(float64[::1], _of(float64))
 def exponentials(u: NDArray[np.float64]) -> NDArray[np.float64]:
     """E of each element; for tests of bit equality."""
-    e = np.empty_like(u)
+    e = np.empty(len(u))
     for i in range(len(u)):
         e[i] = _exponential(u[i])
     return e
 
 
-@numba.njit(cache=True)
+@_kernel(
+    int64, _of(uint32), _of(uint8), _of(uint32), _of(uint16), _of(uint16), _of(uint16), _of(float64), _of(uint64)
+)
 def replay(
     tokens: NDArray[np.uint32], head_lengths: NDArray[np.uint8], head_ids: NDArray[np.uint32],
     head_codes: NDArray[np.uint16], tail_codes: NDArray[np.uint16], token_codes: NDArray[np.uint16],
     weights: NDArray[np.float64], words: NDArray[np.uint64],
 ) -> int:
     """First position whose token is not the one selected, -1 when there is none (see ``sampler.replay``)."""
-    k3 = words[3]
     end = 0
     for t in range(len(tokens)):
         start, end = end, end + np.int64(head_lengths[t])
-        token = np.uint64(tokens[t])
-        key = _row_key(words, np.uint64(t), _HEAD)
-        best, winner, in_head = math.inf, _TAIL_ID, False
-        for i in range(start, end):
-            candidate = np.uint64(head_ids[i])
-            in_head = in_head or candidate == token
-            u = _uniform(k3, key, candidate)
-            weight = weights[head_codes[i]]
-            if (1.0 - u) * _SAFE > best * weight:
-                continue
-            score = _exponential(u) / weight
-            if score < best or (score == best and candidate < winner):
-                best, winner = score, candidate
-        tail_weight = weights[tail_codes[t]]
-        if tail_weight > 0.0 and _exponential(_uniform(k3, key, _TAIL_ID)) / tail_weight < best:
-            if token_codes[t] == _NO_CODE or in_head:
+        ids = head_ids[start:end]
+        key = _row_key(words[0], words[1], words[2], np.uint64(t), _HEAD)
+        winner = _head_winner(words[3], key, ids, head_codes[start:end], tail_codes[t], weights)
+        drawn = token_codes[t] != _NO_CODE
+        if winner != _TAIL_ID:
+            if drawn or winner != np.uint64(tokens[t]):
                 return t
-        elif token_codes[t] != _NO_CODE or winner != token:
+        elif not drawn or np.any(ids == tokens[t]):
             return t
     return -1
 
 
-@numba.njit(int64(float64[::1], uint64[::1], uint64), cache=True)
-def tail_race(masses_V: NDArray[np.float64], words: NDArray[np.uint64], position: np.uint64) -> int:
-    """Id that wins the tail race, head ids having mass 0; -1 when there is no mass."""
-    k3, key = words[3], _row_key(words, position, _TAIL)
-    best, winner = math.inf, -1
-    for token in range(len(masses_V)):
-        mass = masses_V[token]
-        if mass <= 0.0:
-            continue
-        u = _uniform(k3, key, np.uint64(token))
-        if (1.0 - u) * _SAFE > best * mass:
-            continue
-        score = _exponential(u) / mass
-        if score < best:
-            best, winner = score, token
-    return winner
+@_kernel(
+    int64[::1], _of(int64), _of(int64, 2), _of(int64, 2), _of(int64), _of(int64, 2), _of(int64), _of(float64)
+)
+def head_races(
+    lengths_B: NDArray[np.int64], ids_BK: NDArray[np.int64], codes_BK: NDArray[np.int64],
+    tail_codes_B: NDArray[np.int64], seeds_B: NDArray[np.int64], positions_B: NDArray[np.int64],
+    weights: NDArray[np.float64],
+) -> NDArray[np.int64]:
+    """(B,) winning id of each head, ``TAIL_ID`` where the tail wins. ``seeds_B`` is (B, 4)."""
+    winners = np.empty(len(lengths_B), dtype=np.int64)
+    for b in range(len(lengths_B)):
+        seed, n = seeds_B[b], lengths_B[b]
+        key = _row_key(np.uint64(seed[0]), np.uint64(seed[1]), np.uint64(seed[2]), np.uint64(positions_B[b]), _HEAD)
+        winners[b] = _head_winner(
+            np.uint64(seed[3]), key, ids_BK[b, :n], codes_BK[b, :n], tail_codes_B[b], weights
+        )
+    return winners
+
+
+@_kernel(int64[::1], _of(float64, 2), _of(int64), _of(int64, 2), _of(int64))
+def tail_races(
+    masses_BV: NDArray[np.float64], rows: NDArray[np.int64], seeds_B: NDArray[np.int64],
+    positions_B: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """(R,) id that wins the tail race of each of the ``rows``; ids of the head have mass 0. -1 without any mass."""
+    winners = np.full(len(rows), -1, dtype=np.int64)
+    for r in range(len(rows)):
+        seed, masses = seeds_B[rows[r]], masses_BV[rows[r]]
+        position = np.uint64(positions_B[rows[r]])
+        key = _row_key(np.uint64(seed[0]), np.uint64(seed[1]), np.uint64(seed[2]), position, _TAIL)
+        k3 = np.uint64(seed[3])
+        best = math.inf
+        for token in range(len(masses)):
+            mass = masses[token]
+            if mass <= 0.0:
+                continue
+            u = _uniform(k3, key, np.uint64(token))
+            if (1.0 - u) * _SAFE > best * mass:
+                continue
+            score = _exponential(u) / mass
+            if score < best:
+                best, winners[r] = score, token
+    return winners

@@ -9,6 +9,7 @@ Spec: ``docs/spec/sampler.md``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -60,11 +61,16 @@ class BatchDraw:
 
 @dataclass(frozen=True, eq=False)
 class _Scaled:
-    """Logits made ready: log-probability of id v in row b is ``x_BV[b, v] - log_total_B[b]``."""
+    """Logits made ready, as ``head.normalise`` does it."""
 
-    x_BV: Tensor  #: float32, logits / T minus the row's maximum
-    masses_BV: Tensor  #: float64, exp(x)
-    log_total_B: Tensor  #: float64
+    x_BV: Tensor  #: float32, logits / T
+    top_B1: Tensor  #: float64, maximum of each row
+    masses_BV: Tensor  #: float64, exp(x - top)
+    log_total_B1: Tensor  #: float64, ln of the sum of masses
+
+    def logprobs(self, ids_BK: Tensor) -> Tensor:
+        """(B, K) float64 log-probabilities of ids."""
+        return self.x_BV.gather(1, ids_BK).double() - self.top_B1 - self.log_total_B1
 
 
 def heads_from_logits(logits_TV: Tensor, rules: SamplingRules) -> Heads:
@@ -92,43 +98,42 @@ def sample_batch(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, rules:
     """
     scaled = _scale(logits_BV, rules)
     heads = _quantise(scaled, rules)
-    winners_B = _head_race(heads, seeds_B, positions_B, rules)
-    token_codes_B = torch.full_like(winners_B, NO_CODE)
-    rows = torch.nonzero(winners_B == TAIL_ID).squeeze(1)
+    tokens_B = _head_race(heads, seeds_B, positions_B, rules)
+    token_codes_B = torch.full_like(tokens_B, NO_CODE)
+    rows = torch.nonzero(tokens_B == TAIL_ID).squeeze(1)
     if len(rows):
-        drawn = _tail_race(scaled.masses_BV[rows], seeds_B[rows], positions_B[rows])
-        winners_B[rows] = drawn
-        logp = scaled.x_BV[rows, drawn].double() - scaled.log_total_B[rows]
-        token_codes_B[rows] = _codes(logp, rules)
-    return BatchDraw(winners_B, heads.lengths_B, heads.ids_BK, heads.codes_BK, heads.tail_codes_B, token_codes_B)
+        tokens_B[rows] = _tail_race(scaled.masses_BV, rows, seeds_B, positions_B)
+        logp_B1 = scaled.logprobs(tokens_B.clamp(max=logits_BV.shape[1] - 1)[:, None])
+        token_codes_B[rows] = _codes(logp_B1[rows, 0], rules)
+    return BatchDraw(tokens_B, heads.lengths_B, heads.ids_BK, heads.codes_BK, heads.tail_codes_B, token_codes_B)
 
 
 def _scale(logits_BV: Tensor, rules: SamplingRules) -> _Scaled:
     x_BV = logits_BV.float()
     if rules.temperature_milli != 1000:
+        # By a tensor: on some devices division by a number is multiplication by its rounded reciprocal.
         x_BV = x_BV / torch.full_like(x_BV[:, :1], rules.temperature_milli / 1000)
-    x_BV = x_BV - x_BV.amax(dim=1, keepdim=True)
-    masses_BV = x_BV.double().exp_()
-    log_total_B = masses_BV.sum(dim=1).log()
-    if not bool(log_total_B.isfinite().all()):
+    top_B1 = x_BV.amax(dim=1, keepdim=True).double()
+    if not bool(top_B1.isfinite().all()):
         raise LocalFault(E_LOGITS, "logits are not usable", expected="a finite maximum in every row")
-    return _Scaled(x_BV, masses_BV, log_total_B)
+    masses_BV = x_BV.double().sub_(top_B1).exp_()
+    return _Scaled(x_BV, top_B1, masses_BV, masses_BV.sum(dim=1, keepdim=True).log())
 
 
 def _quantise(scaled: _Scaled, rules: SamplingRules) -> Heads:
-    """Heads as in ``sampler.quantise``. Zeroes the masses of head ids in place: what is left is the tail."""
+    """Heads as ``sampler.quantise`` makes them. Zeroes the masses of head ids in place: what is left is the tail."""
     ids_BK = _top_ids(scaled.x_BV, rules.head_size)
     k = ids_BK.shape[1]
-    logp_BK = scaled.x_BV.gather(1, ids_BK).double() - scaled.log_total_B[:, None]
-    order_BK = ((_codes(logp_BK, rules) << _ID_BITS) | ids_BK).sort(dim=1).values
+    order_BK = ((_codes(scaled.logprobs(ids_BK), rules) << _ID_BITS) | ids_BK).sort(dim=1).values
     codes_BK, ids_BK = order_BK >> _ID_BITS, order_BK & ((1 << _ID_BITS) - 1)
     lengths_B = (codes_BK <= rules.head_max_code).sum(dim=1).clamp_(min=min(rules.head_floor, k))
     inside_BK = torch.arange(k, device=ids_BK.device)[None] < lengths_B[:, None]
     kept_BK = torch.where(inside_BK, 0.0, scaled.masses_BV.gather(1, ids_BK))
     scaled.masses_BV.scatter_(1, ids_BK, kept_BK)
-    tail_B = scaled.masses_BV.sum(dim=1)
-    tail_codes_B = torch.where(tail_B > 0, _codes(tail_B.log() - scaled.log_total_B, rules), EMPTY_TAIL)
-    return Heads(lengths_B, torch.where(inside_BK, ids_BK, 0), torch.where(inside_BK, codes_BK, 0), tail_codes_B)
+    tail_B1 = scaled.masses_BV.sum(dim=1, keepdim=True)
+    tail_codes_B1 = torch.where(tail_B1 > 0, _codes(tail_B1.log() - scaled.log_total_B1, rules), EMPTY_TAIL)
+    ids_BK, codes_BK = torch.where(inside_BK, ids_BK, 0), torch.where(inside_BK, codes_BK, 0)
+    return Heads(lengths_B, ids_BK, codes_BK, tail_codes_B1.squeeze(1))
 
 
 def _codes(logp: Tensor, rules: SamplingRules) -> Tensor:
@@ -156,9 +161,15 @@ def _top_ids(x_BV: Tensor, size: int) -> Tensor:
 
 def _head_race(heads: Heads, seeds_B: Tensor, positions_B: Tensor, rules: SamplingRules) -> Tensor:
     """(B,) winning token id of each head, ``TAIL_ID`` where the tail wins."""
-    k = heads.ids_BK.shape[1]
-    weights = torch.from_numpy(float_weights(rules.steps_per_nat).copy()).to(heads.ids_BK.device)
-    inside_BK = torch.arange(k, device=heads.ids_BK.device)[None] < heads.lengths_B[:, None]
+    device = heads.ids_BK.device
+    kernel = compiled() if device.type == "cpu" else None
+    if kernel is not None:
+        arrays = (heads.lengths_B, heads.ids_BK, heads.codes_BK, heads.tail_codes_B, seeds_B, positions_B)
+        return torch.from_numpy(
+            kernel.head_races(*(array.contiguous().numpy() for array in arrays), float_weights(rules.steps_per_nat))
+        )
+    weights = _weights(rules.steps_per_nat, device)
+    inside_BK = torch.arange(heads.ids_BK.shape[1], device=device)[None] < heads.lengths_B[:, None]
     ids_BK = torch.cat([heads.ids_BK, torch.full_like(heads.tail_codes_B, TAIL_ID)[:, None]], dim=1)
     weights_BK = torch.cat(
         [torch.where(inside_BK, weights[heads.codes_BK], 0.0), weights[heads.tail_codes_B][:, None]], dim=1
@@ -168,16 +179,22 @@ def _head_race(heads: Heads, seeds_B: Tensor, positions_B: Tensor, rules: Sampli
     return torch.where(scores_BK == best_B1, ids_BK, TAIL_ID).amin(dim=1)
 
 
-def _tail_race(masses_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
-    """(B,) winning id of each tail race; ids of the head have mass 0."""
+@lru_cache(maxsize=8)
+def _weights(steps_per_nat: int, device: torch.device) -> Tensor:
+    """(65536,) float64 weights of all codes."""
+    return torch.tensor(float_weights(steps_per_nat), device=device)
+
+
+def _tail_race(masses_BV: Tensor, rows: Tensor, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
+    """(R,) winning id of the tail race of each of the R ``rows``; ids of the head have mass 0."""
     kernel = compiled() if masses_BV.device.type == "cpu" else None
     if kernel is not None:
-        masses, seeds, positions = masses_BV.numpy(), seeds_B.numpy().view("uint64"), positions_B.numpy()
-        return torch.tensor([kernel.tail_race(*row) for row in zip(masses, seeds, positions, strict=True)])
-    ids_BV = torch.arange(masses_BV.shape[1], device=masses_BV.device)[None]
-    scores_BV = _noise(seeds_B, positions_B, TAIL_DOMAIN, ids_BV) / masses_BV
-    best_B1 = scores_BV.amin(dim=1, keepdim=True)
-    return torch.where(scores_BV == best_B1, ids_BV, TAIL_ID).amin(dim=1)
+        arrays = (masses_BV, rows, seeds_B, positions_B)
+        return torch.from_numpy(kernel.tail_races(*(array.contiguous().numpy() for array in arrays)))
+    ids_V = torch.arange(masses_BV.shape[1], device=masses_BV.device)[None]
+    scores_RV = _noise(seeds_B[rows], positions_B[rows], TAIL_DOMAIN, ids_V) / masses_BV[rows]
+    best_R1 = scores_RV.amin(dim=1, keepdim=True)
+    return torch.where(scores_RV == best_R1, ids_V, TAIL_ID).amin(dim=1)
 
 
 # -- noise: protocol.prng on int64 tensors, which wrap modulo 2^64 like uint64 ------------------------------
