@@ -13,8 +13,10 @@ from protocol.weights.link import E_CHECKPOINT_LAYOUT, E_CHECKPOINT_MIX, Link, c
 class CheckpointBook:
     """Checked manifests by version, perhaps with gaps. ``verifier.states`` makes their weights."""
 
-    def __init__(self, run: RunManifest):
+    def __init__(self, run: RunManifest, *, complete: bool = True):
         self._run = run
+        #: Whether a version that is not in the book is known not to be published (an evidence file holds a few only).
+        self.complete = complete
         self._links: dict[int, Link] = {}
 
     @property

@@ -59,6 +59,14 @@ class Report:
 
     def fault(self, check: str, error: AssayError, *, blames_node: bool) -> None:
         """A check that does not hold. Only a :class:`PeerFault` can ever blame the node."""
+        self.observe(check, error)
+        if blames_node and isinstance(error, PeerFault):
+            self.blamed = self.blamed or error.code
+        else:
+            self.excused = self.excused or error.code
+
+    def observe(self, check: str, error: AssayError) -> None:
+        """Write a failed check down without deciding yet whose doing it is."""
         self.findings.append(
             Finding(
                 check=check[:_CHECK], ok=False, expected=_text(error.expected or "no fault"),
@@ -66,10 +74,6 @@ class Report:
                 sample=getattr(error, "sample", None), position=getattr(error, "position", None),
             )
         )
-        if blames_node and isinstance(error, PeerFault):
-            self.blamed = self.blamed or error.code
-        else:
-            self.excused = self.excused or error.code
 
     def attempt(
         self, check: str, expected: object, step: Callable[[], _T], *, node: bool, got: Callable[[_T], object] = str
@@ -85,6 +89,12 @@ class Report:
             return None
         self.note(check, expected, got(value))
         return value
+
+    def absorb(self, other: Report) -> None:
+        """Take over what another report holds."""
+        self.findings += other.findings
+        self.blamed = self.blamed or other.blamed
+        self.excused = self.excused or other.excused
 
     @property
     def clean(self) -> bool:

@@ -13,13 +13,14 @@ from functools import partial
 from typing import Final
 
 from protocol import bundle as bundles
-from protocol.errors import E_OBJECT_HASH, E_WRONG_KEY, PeerFault, code
+from protocol.errors import E_OBJECT_HASH, E_WRONG_KEY, LocalFault, PeerFault, code
 from protocol.identity import key_id
 from protocol.messages import Commitment, Lease, Receipt, RunManifest
 from protocol.rollout import Bundle, Finish, Rollout, Segment, prompt_digest
 from protocol.sampler import check_head
 from verifier.checkpoints import CheckpointBook
 from verifier.findings import Report, RolloutFault
+from verifier.states import E_VERSION_MISSING
 from verifier.submission import Opened, Submission
 
 E_LEASE_INCOHERENT = code("E_LEASE_INCOHERENT", "a lease contradicts itself, its receipt or the published checkpoints")
@@ -240,6 +241,11 @@ def _check_versions(opened: Opened, book: CheckpointBook) -> str:
 
 def _check_version(opened: Opened, sample: int, segment: Segment, book: CheckpointBook) -> None:
     manifest = book.get(segment.version)
+    if manifest is None and not book.complete:
+        raise LocalFault(
+            E_VERSION_MISSING, "the manifest of a version is not at hand", expected=f"version {segment.version}",
+            got=f"versions up to {book.newest}",
+        )
     if manifest is None:
         raise RolloutFault(
             E_SEGMENT_VERSION, "no such version is published", sample=sample, position=segment.start,

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 #: Most inputs one forward pass consumes; longer prefixes go through the cache in pieces.
 MAX_PASS_TOKENS: Final = 2048
-#: Most logits one forward pass makes, so that V = 150,000 and V = 64 need the same memory (512 MiB of float32).
-MAX_PASS_LOGITS: Final = 128 * 2**20
+#: Most logits one forward pass makes, so that V = 150,000 and V = 64 need the same memory (128 MiB of float32).
+MAX_PASS_LOGITS: Final = 32 * 2**20
 
 
 @dataclass(frozen=True)

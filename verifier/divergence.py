@@ -1,0 +1,115 @@
+"""T2 in numbers: how far the committed heads are from the reference, and the limits of the node's profile.
+
+Legend: T completion tokens. All residuals are in nats, of natural-log probabilities at the run's temperature.
+Spec: ``docs/spec/verification.md``, "Recomputation".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.errors import code
+from protocol.messages import Profile
+from verifier.findings import RolloutFault
+
+E_HEAD_KL = code("E_HEAD_KL", "a rollout's committed heads are on average too far from what the checkpoint computes")
+E_TOKEN_KL = code("E_TOKEN_KL", "one committed head is too far from what the checkpoint computes")
+E_HEAD_ENTRY = code("E_HEAD_ENTRY", "one entry of a committed head is too far from what the checkpoint computes")
+E_HEAD_MEMBERSHIP = code("E_HEAD_MEMBERSHIP", "a head leaves out a token that the checkpoint finds likely enough")
+E_TAIL_DRAW = code("E_TAIL_DRAW", "a tail draw is not the token that the checkpoint's tail and the seed select")
+E_TAIL_TOKEN = code("E_TAIL_TOKEN", "the recorded probability of a tail draw is not what the checkpoint computes")
+
+#: A position is stochastic when the likeliest token has less than this probability under the reference or the head.
+STOCHASTIC_BELOW: Final = 0.99
+
+
+@dataclass(frozen=True, eq=False)
+class Residuals:
+    """One rollout against the reference, per position. NaN where a quantity does not apply."""
+
+    sample: int
+    kl_T: NDArray[np.float64]  #: KL(committed head || reference) over head entries and TAIL
+    peak_T: NDArray[np.float64]  #: the smaller of the largest probabilities under reference and head
+    entry_T: NDArray[np.float64]  #: largest |committed - reference log-probability| of a head entry
+    omitted_T: NDArray[np.float64]  #: by how much the likeliest token outside the head should be inside
+    tail_draw_T: NDArray[np.float64]  #: how far a tail-drawn token loses its race under the reference
+    tail_token_T: NDArray[np.float64]  #: |recorded - reference log-probability| of a tail-drawn token
+
+    @property
+    def stochastic(self) -> NDArray[np.bool_]:
+        """Positions that the mean is taken over."""
+        return self.peak_T < STOCHASTIC_BELOW
+
+    @property
+    def mean_kl(self) -> float:
+        """Mean KL at stochastic positions, 0 when there is none."""
+        kl = self.kl_T[self.stochastic]
+        return float(kl.mean()) if len(kl) else 0.0
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One check of T2 over all rollouts of a bundle."""
+
+    check: str
+    expected: str
+    got: str
+    fault: RolloutFault | None  #: None when it holds
+
+
+def measure(residuals: Sequence[Residuals], profile: Profile) -> list[Measurement]:
+    """Steps 1 to 6 of the recomputation, each over all rollouts; the worst rollout is named."""
+    margin = profile.max_margin_micro * 1e-6
+    found = [_mean_check(residuals, profile.max_mean_kl_nano * 1e-9)]
+    limits = (profile.max_token_kl_micro * 1e-6, margin, margin, margin, margin)
+    for (name, code_, values), limit in zip(_CHECKS, limits, strict=True):
+        found.append(_worst_check(name, code_, [(r.sample, values(r)) for r in residuals], limit))
+    return found
+
+
+def _mean_check(residuals: Sequence[Residuals], limit: float) -> Measurement:
+    worst = max(residuals, key=lambda r: r.mean_kl)
+    expected = f"mean <= {limit:.3g} nats"
+    got = f"{worst.mean_kl:.3g} over {np.count_nonzero(worst.stochastic)} stochastic tokens of sample {worst.sample}"
+    fault = None
+    if not worst.mean_kl <= limit:
+        above = np.flatnonzero(~(worst.kl_T <= limit) & worst.stochastic)
+        fault = RolloutFault(
+            E_HEAD_KL, "mean divergence of the heads", sample=worst.sample, position=int(above[0]), expected=expected,
+            got=got,
+        )
+    return Measurement("1 mean divergence", expected, got, fault)
+
+
+def _worst_check(name: str, code_: str, values: list[tuple[int, NDArray[np.float64]]], limit: float) -> Measurement:
+    """No single position above ``limit``; NaN means that there is nothing to check."""
+    expected = f"each <= {limit:.3g} nats"
+    sample, worst_T = max(values, key=lambda pair: _largest(pair[1]))
+    worst = _largest(worst_T)
+    if worst == -np.inf:
+        return Measurement(name, expected, "nothing to check", None)
+    got = f"worst {worst:.3g} at position {int(np.nanargmax(worst_T))} of sample {sample}"
+    fault = None
+    if worst > limit:
+        first = int(np.flatnonzero(worst_T > limit)[0])
+        fault = RolloutFault(code_, name[2:], sample=sample, position=first, expected=expected, got=got)
+    return Measurement(name, expected, got, fault)
+
+
+def _largest(values_T: NDArray[np.float64]) -> float:
+    known = values_T[~np.isnan(values_T)]
+    return float(known.max()) if len(known) else -np.inf
+
+
+_CHECKS: Final[tuple[tuple[str, str, Callable[[Residuals], NDArray[np.float64]]], ...]] = (
+    ("2 divergence of a token", E_TOKEN_KL, lambda r: r.kl_T),
+    ("3 head entries", E_HEAD_ENTRY, lambda r: r.entry_T),
+    ("4 head membership", E_HEAD_MEMBERSHIP, lambda r: r.omitted_T),
+    ("5 tail draws", E_TAIL_DRAW, lambda r: r.tail_draw_T),
+    ("6 tail token codes", E_TAIL_TOKEN, lambda r: r.tail_token_T),
+)
