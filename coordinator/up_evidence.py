@@ -17,12 +17,9 @@ def collect_evidence(client: CoordinatorClient, folder: Folder, status: Status) 
     """
     files: dict[str, Path] = {}
     for drill in status.drills:
-        if not drill.caught:
-            continue
-        receipt_id = client.node(drill.node)["ban_receipt_id"]
-        if receipt_id is not None:
+        if drill.caught and drill.receipt_id is not None:
             target = folder.evidence / f"{drill.attack}.evidence"
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(client.evidence(receipt_id))
+            target.write_bytes(client.evidence(drill.receipt_id))
             files[drill.attack] = target
     return files

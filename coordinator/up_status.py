@@ -55,6 +55,7 @@ class DrillSeen(_Seen):
     caught: bool
     rollouts_before_caught: int | None = None
     code: str | None = None
+    receipt_id: str | None = None  #: of the bundle that gave it away
 
 
 class Status(_Seen):
