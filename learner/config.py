@@ -97,6 +97,8 @@ class ProcessConfig(Config):
     """How often the coordinator is asked for admitted groups while waiting."""
     say_after_ms: Annotated[int, Field(ge=100)] = 10_000
     """After how long a wait says what it waits for."""
+    checkpoint_every_versions: Annotated[int, Field(ge=1)] = 1
+    """How often a resume point is written; versions in between are made again from the journal."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
     """Resume points kept on disk."""
     keep_batches: Annotated[int, Field(ge=1)] = 16

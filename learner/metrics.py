@@ -76,6 +76,8 @@ _TOKEN_KEYS: Final = (
 
 def warnings_of(metrics: Metrics) -> list[str]:
     """What a person should look at, in words."""
+    if metrics["skipped"]:
+        return [f"step skipped ({metrics['skipped']}): the weights did not change"]
     found: list[str] = []
     if metrics["ess"] < LOW_ESS:
         found.append(
@@ -87,8 +89,6 @@ def warnings_of(metrics: Metrics) -> list[str]:
             f"heads hold {metrics['head_mass_q']:.2f} of the sampler's mass, below {LOW_HEAD_MASS}: raise head_size "
             "for the next run"
         )
-    if metrics["skipped"]:
-        found.append(f"step skipped ({metrics['skipped']}): the weights did not change")
     return found
 
 
@@ -96,6 +96,17 @@ def as_micro(metrics: Metrics) -> dict[str, int]:
     """Scalar metrics in 1e-6 of their unit, for a signed update receipt; what is not finite is left out."""
     scalars = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
     return {name: round(value * 1e6) for name, value in scalars.items() if math.isfinite(value) and abs(value) < 1e12}
+
+
+def finite(metrics: Metrics) -> Metrics:
+    """``metrics`` with None for numbers that are not finite, so that they fit into JSON."""
+    return {name: _finite(value) for name, value in metrics.items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return finite(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lags(batch: Batch) -> NDArray[np.int64]:

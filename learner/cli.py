@@ -1,0 +1,118 @@
+"""``assay learner``: run the learner, look at its steps, make a first model."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from learner.config import LearnerConfig
+    from protocol.messages import RunManifest
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train on verified rollouts and publish checkpoints.",
+)
+
+
+class ModelPreset(StrEnum):
+    """First models that can be made here."""
+
+    TINY = "tiny"
+    SMOLLM2 = "smollm2"
+
+
+@app.command(epilog="Example: assay learner run --coordinator http://127.0.0.1:8700 --root HEX --key keys/learner.key "
+                    "--store dir:store --model model --work learner --set loss.preset=tis+sc")
+def run(
+    coordinator: Annotated[str, typer.Option(help="URL of the coordinator.")],
+    key: Annotated[Path, typer.Option(help="Key file of the learner.")],
+    root: Annotated[str, typer.Option(help="Root public key of the run, hex.")],
+    store: Annotated[str, typer.Option(help="Object store: dir:PATH or s3://BUCKET/PREFIX.")],
+    model: Annotated[Path, typer.Option(help="Hugging Face folder with the run's first weights.")],
+    work: Annotated[Path, typer.Option(help="Work directory: journal, resume points, metrics.jsonl.")],
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings.")] = None,
+    max_versions: Annotated[int | None, typer.Option(min=0, help="Stop after this version.")] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting, for example loss.preset=tis+sc; repeatable.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan and end.")] = False,
+    log: Annotated[Path | None, typer.Option(help="Log file (JSON lines); standard error if not given.")] = None,
+) -> None:
+    """Train until the run is complete. SIGTERM stops cleanly; the same command goes on from there."""
+    from learner.assembly import Places, assemble, open_run
+    from learner.config import LearnerConfig
+    from protocol.client import CoordinatorClient
+    from protocol.clock import SystemClock
+    from protocol.config import load_config, parse_assignment
+    from protocol.identity import Identity
+    from protocol.logs import setup_logging
+
+    settings, provenance = load_config(
+        LearnerConfig, config, "ASSAY_LEARNER_", dict(parse_assignment(text) for text in assignments or [])
+    )
+    places, clock, stop = Places(coordinator, key, root, store, model, work), SystemClock(), threading.Event()
+    with CoordinatorClient(coordinator, Identity.load(key), clock=clock) as client:
+        manifest = open_run(client, root, clock.now_ms())
+        if dry_run:
+            _print_plan(model, settings, provenance, manifest)
+            return
+        setup_logging(log)
+        _stop_on_signals(stop)
+        learner = assemble(places, settings, client, manifest, clock, stop.is_set)
+        outcome = learner.run(max_versions)
+    print(f"{outcome} at version {learner.version}")
+
+
+@app.command("explain-step", epilog="Example: assay learner explain-step 12 --work learner")
+def explain_step_command(
+    version: Annotated[int, typer.Argument(min=0, help="Version that the step made.")],
+    work: Annotated[Path, typer.Option(help="Work directory of the learner.", exists=True, file_okay=False)],
+) -> None:
+    """Say in words which rollouts made a version and what the step did."""
+    from learner.explain import explain_step
+    from learner.journal import Journal
+
+    print("\n".join(explain_step(Journal(work), version)))
+
+
+@app.command("init-model", epilog="Example: assay learner init-model --preset tiny --out model")
+def init_model_command(
+    preset: Annotated[ModelPreset, typer.Option(help="Which model to make.")],
+    out: Annotated[Path, typer.Option(help="Folder to make; it must not exist or be empty.")],
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and of the warm-up.")] = 0,
+) -> None:
+    """Make a run's first model: a small one on the spot, or SmolLM2 from its Python package."""
+    from learner.genesis import init_model
+
+    init_model(preset.value, out, seed)
+    print(f"{preset.value} model in {out}")
+
+
+def _print_plan(model: Path, settings: LearnerConfig, provenance: dict[str, str], manifest: RunManifest) -> None:
+    from learner.assembly import read_model
+    from learner.explain import explain_memory, explain_rules
+    from protocol.config import flatten
+
+    for name, value in flatten(settings.model_dump(mode="json")):
+        print(f"{name} = {value}  ({provenance[name]})")
+    layout, _ = read_model(model)
+    for line in [*explain_rules(settings, manifest), *explain_memory(settings, layout, manifest.sampling.vocab_size)]:
+        print(line)
+
+
+def _stop_on_signals(stop: threading.Event) -> None:
+    """First SIGTERM or SIGINT: stop cleanly. A second one ends the process at once."""
+
+    def handle(number: int, _: object) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)

@@ -1,0 +1,185 @@
+"""The learner's record of its steps: what it was about to train on, what came out, what it may not use.
+
+::
+
+    batches/00000012/plan.json         write-ahead: the plan, and the admitted groups as the coordinator gave them
+    batches/00000012/<sha256>          every bundle of the batch
+    batches/00000012/publication.json  what the step made, before anybody is told
+    batches/00000012/told              empty: everybody was told
+    quarantine.jsonl                   groups and batches that must not be trained on, with the reason
+    metrics.jsonl                      one line per version
+
+With the model's first weights this is enough to make every later version again, byte by byte.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from learner.disk import E_WORK_DIR, append_line, disk_faults, whole_directory, write_file
+from learner.metrics import Metrics
+from protocol.api import AdmittedGroup, WireEnvelope
+from protocol.errors import E_NOT_FOUND, LocalFault
+from protocol.messages import BatchPlan, UpdateReceipt
+
+_R = TypeVar("_R", bound=BaseModel)
+
+
+class PlannedStep(BaseModel):
+    """The write-ahead record of one step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    plan: BatchPlan
+    groups: list[AdmittedGroup]
+    wait_s: float  #: seconds spent waiting for these groups
+
+
+class Publication(BaseModel):
+    """What a step made. Version 0 has no receipt: no batch made it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    manifest: WireEnvelope
+    receipt: UpdateReceipt | None
+    metrics: dict[str, Any]
+
+
+@dataclass
+class Journal:
+    """The record under one work directory. All files are written whole and durably."""
+
+    work: Path
+    _quarantined: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        with disk_faults(f"open {self.work}"):
+            (self.work / "batches").mkdir(parents=True, exist_ok=True)
+        self._quarantined = {line["group"] for line in _lines(self.work / "quarantine.jsonl") if "group" in line}
+
+    # -- one step ----------------------------------------------------------------------------------------
+
+    def write_plan(self, step: PlannedStep, bundles: dict[str, bytes]) -> None:
+        """Write down a step before it is taken."""
+        with whole_directory(self._batch(step.plan.version)) as folder:
+            for sha256, data in bundles.items():
+                write_file(folder / sha256, data)
+            write_file(folder / "plan.json", step.model_dump_json().encode())
+
+    def plan(self, version: int) -> PlannedStep | None:
+        """The plan of the step that makes ``version``, or None."""
+        return self._read(PlannedStep, version, "plan.json")
+
+    def bundle(self, version: int, sha256: str) -> bytes:
+        """A bundle of that step.
+
+        Raises:
+            LocalFault: ``E_NOT_FOUND`` or ``E_WORK_DIR``.
+        """
+        path = self._batch(version) / sha256
+        if not path.is_file():
+            raise LocalFault(E_NOT_FOUND, f"bundle {sha256[:16]} is not in the record of version {version}")
+        with disk_faults(f"read {path}"):
+            return path.read_bytes()
+
+    def drop_plan(self, version: int) -> None:
+        """Forget a plan that the coordinator refused; nothing was trained on it."""
+        with disk_faults(f"remove the plan of version {version}"):
+            shutil.rmtree(self._batch(version))
+
+    def write_publication(self, version: int, publication: Publication) -> None:
+        """Write down what the step made."""
+        write_file(self._batch(version) / "publication.json", publication.model_dump_json().encode())
+
+    def publication(self, version: int) -> Publication | None:
+        """What the step made, or None when it is not done."""
+        return self._read(Publication, version, "publication.json")
+
+    def set_told(self, version: int) -> None:
+        """Everybody knows of ``version``."""
+        write_file(self._batch(version) / "told", b"")
+
+    def told(self, version: int) -> bool:
+        """Whether everybody knows of ``version``."""
+        return (self._batch(version) / "told").exists()
+
+    def newest_publication(self) -> int | None:
+        """Newest version that was made, or None."""
+        made = [int(path.parent.name) for path in (self.work / "batches").glob("[0-9]*/publication.json")]
+        return max(made, default=None)
+
+    def prune(self, oldest_needed: int, keep: int) -> None:
+        """Drop bundles of steps that are older than ``oldest_needed`` and not among the newest ``keep``.
+
+        Plans and publications stay: they are small, and ``explain-step`` reads them.
+        """
+        steps = sorted(path for path in (self.work / "batches").glob("[0-9]*") if path.is_dir())
+        with disk_faults("drop old bundles"):
+            for folder in steps[:-keep]:
+                if int(folder.name) < oldest_needed:
+                    for path in folder.iterdir():
+                        if len(path.name) == 64:
+                            path.unlink()
+
+    # -- what must not be used ---------------------------------------------------------------------------
+
+    def quarantined(self, group: int) -> bool:
+        """Whether the group may not be trained on."""
+        return group in self._quarantined
+
+    def quarantine_group(self, group: int, code: str, reason: str) -> None:
+        """Never train on this group."""
+        self._quarantined.add(group)
+        append_line(self.work / "quarantine.jsonl", json.dumps({"group": group, "code": code, "reason": reason}))
+
+    def quarantine_batch(self, version: int, reason: str) -> None:
+        """Note that the batch of the step to ``version`` was not learned from."""
+        append_line(self.work / "quarantine.jsonl", json.dumps({"batch": version, "reason": reason}))
+
+    @property
+    def quarantined_groups(self) -> int:
+        """How many groups may not be used."""
+        return len(self._quarantined)
+
+    # -- metrics -----------------------------------------------------------------------------------------
+
+    def write_metrics(self, metrics: Metrics) -> None:
+        """Add the line of a version unless it is there."""
+        path = self.work / "metrics.jsonl"
+        last = max((int(line["version"]) for line in _lines(path)), default=-1)
+        if metrics["version"] > last:
+            append_line(path, json.dumps(metrics, allow_nan=False))
+
+    # -- files -------------------------------------------------------------------------------------------
+
+    def _batch(self, version: int) -> Path:
+        return self.work / "batches" / f"{version:08d}"
+
+    def _read(self, cls: type[_R], version: int, name: str) -> _R | None:
+        path = self._batch(version) / name
+        if not path.is_file():
+            return None
+        with disk_faults(f"read {path}"):
+            data = path.read_bytes()
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise LocalFault(E_WORK_DIR, f"{path} is damaged", got=str(error.errors(include_url=False)[0])) from None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Objects of a JSON lines file; a torn line is left out."""
+    if not path.is_file():
+        return []
+    found = []
+    with disk_faults(f"read {path}"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+    return found

@@ -1,0 +1,132 @@
+"""What leaves the learner: chunks and manifests into the store, heads and receipts to the coordinator.
+
+The head is signed again and again by a thread of its own, also during a long step, so that a reader can tell a quiet
+learner from a frozen view.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from learner.config import PublishConfig
+from protocol.clock import Clock
+from protocol.envelope import Envelope
+from protocol.errors import AssayError
+from protocol.identity import Identity
+from protocol.messages import CheckpointManifest, RunManifest, UpdateReceipt
+from protocol.store import Store
+from protocol.weights.chain import PublishedVersion, publish, sign_head
+from protocol.weights.layout import Layout, State
+
+logger = logging.getLogger(__name__)
+
+
+class Announcements(Protocol):
+    """Where a learner announces; ``protocol.client.CoordinatorClient`` is one."""
+
+    def publish_checkpoint(self, manifest: Envelope) -> object:
+        """Publish a checkpoint manifest."""
+        ...
+
+    def publish_head(self, head: Envelope) -> object:
+        """Say which version is the newest."""
+        ...
+
+    def post_update(self, receipt: UpdateReceipt) -> object:
+        """Report a finished step."""
+        ...
+
+
+def fresh_beacon() -> str:
+    """32 bytes of the operating system's randomness, hex."""
+    return secrets.token_hex(32)
+
+
+class Publisher:
+    """Makes versions and tells of them. Everything it does may be done again."""
+
+    def __init__(self, client: Announcements, store: Store, identity: Identity, manifest: RunManifest, layout: Layout,
+                 config: PublishConfig, clock: Clock, beacon: Callable[[], str] = fresh_beacon):
+        self._client, self._store, self._identity = client, store, identity
+        self._manifest, self._layout, self._config = manifest, layout, config
+        self._clock, self._beacon = clock, beacon
+        self._lock = threading.Lock()
+        self._newest: tuple[int, Envelope] | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def make(self, previous: tuple[CheckpointManifest, Envelope] | None, old: State | None,
+             new: State) -> PublishedVersion:
+        """Put the next version into the store; nobody knows of it yet.
+
+        Raises:
+            LocalFault, Transient: of the store.
+        """
+        version = 0 if previous is None else previous[0].version + 1
+        return publish(
+            self._store, self._identity, self._manifest.run_id, self._layout, previous, old, new,
+            anchor=version % self._config.anchor_every_versions == 0, clock=self._clock, beacon=self._beacon(),
+        )
+
+    def tell(self, version: int, manifest: Envelope, receipt: UpdateReceipt | None) -> None:
+        """Tell the coordinator of ``version``: manifest, head, update receipt.
+
+        Raises:
+            AssayError: what the coordinator answered.
+        """
+        self._client.publish_checkpoint(manifest)
+        self.renew(version, manifest)
+        if receipt is not None:
+            self._client.post_update(receipt)
+
+    def renew(self, version: int, manifest: Envelope) -> None:
+        """Go on signing heads of a ``version`` that was told of before.
+
+        Raises:
+            AssayError: what the coordinator answered.
+        """
+        with self._lock:
+            self._newest = (version, manifest)
+        self.beat()
+
+    def beat(self, ttl_ms: int | None = None) -> None:
+        """Sign the newest head again and send it; does nothing before the first version.
+
+        Raises:
+            AssayError: what the coordinator answered.
+        """
+        with self._lock:
+            if self._newest is None:
+                return
+            version, manifest = self._newest
+            head = sign_head(
+                self._identity, manifest, run_id=self._manifest.run_id, version=version, clock=self._clock,
+                ttl_ms=self._config.head_ttl_ms if ttl_ms is None else ttl_ms,
+            )
+            self._client.publish_head(head)
+
+    def beat_last(self) -> None:
+        """Sign a head that lasts as long as the run: there will be no newer version."""
+        self.beat(max(self._config.head_ttl_ms, self._manifest.expires_at_ms - self._clock.now_ms()))
+
+    def start(self) -> None:
+        """Begin to sign the head again every ``heartbeat_ms``."""
+        self._thread = threading.Thread(target=self._beat_on, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop signing."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10.0)
+
+    def _beat_on(self) -> None:
+        while not self._stop.wait(self._config.heartbeat_ms / 1000):
+            try:
+                self.beat()
+            except AssayError as error:
+                logger.warning("the head was not renewed", extra={"code": error.code, "detail": str(error)})

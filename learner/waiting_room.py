@@ -1,0 +1,72 @@
+"""Admitted groups on their way into a batch: fetched, checked once, kept until they are used or gone."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from learner.admission import E_TOO_STALE, Admission
+from learner.batch import TrainingGroup
+from learner.journal import Journal
+from protocol import bundle
+from protocol.api import AdmittedGroup
+from protocol.errors import AssayError, PeerFault
+from protocol.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReadyGroup:
+    """A group that may be trained on."""
+
+    admitted: AdmittedGroup
+    data: TrainingGroup
+    bundles: dict[str, bytes]
+
+
+class WaitingRoom:
+    """Checks each admitted group once, however often the coordinator lists it."""
+
+    def __init__(self, store: Store, admission: Admission, journal: Journal):
+        self._store, self._admission, self._journal = store, admission, journal
+        self._ready: dict[int, ReadyGroup] = {}
+        self._stale: set[int] = set()
+
+    def ready(self, listed: list[AdmittedGroup], version: int) -> list[ReadyGroup]:
+        """Those of ``listed`` that a learner at ``version`` may train on, in the same order.
+
+        A group with a fault is quarantined and logged; one whose bundles cannot be read now is left for later.
+        """
+        self._stale &= {group.group for group in listed}
+        self._ready = {g.group: self._ready[g.group] for g in listed if self._is_known(g, version)}
+        for group in listed:
+            if group.group not in self._ready and not self._journal.quarantined(group.group):
+                self._take(group, version)
+        return [self._ready[group.group] for group in listed if group.group in self._ready]
+
+    def _is_known(self, group: AdmittedGroup, version: int) -> bool:
+        """Whether the group was checked before, is the same in every detail, and did not get too stale since."""
+        known = self._ready.get(group.group)
+        return known is not None and known.admitted == group and not self._admission.is_stale(group, version)
+
+    def _take(self, group: AdmittedGroup, version: int) -> None:
+        try:
+            bundles = {
+                sha256: self._store.get(sha256, bundle.MAX_BYTES)
+                for sha256 in sorted({sample.object_sha256 for sample in group.samples})
+            }
+        except AssayError as error:
+            logger.warning("bundles of a group cannot be read now", extra={"group": group.group, "detail": str(error)})
+            return
+        try:
+            data = self._admission.admit(group, bundles, version)
+        except PeerFault as error:
+            if error.code != E_TOO_STALE:
+                logger.warning("an admitted group is refused", extra={"group": group.group, "detail": str(error)})
+                self._journal.quarantine_group(group.group, error.code, str(error))
+            elif group.group not in self._stale:
+                self._stale.add(group.group)
+                logger.warning("a group came too late", extra={"group": group.group, "detail": str(error)})
+            return
+        self._ready[group.group] = ReadyGroup(group, data, bundles)
