@@ -67,6 +67,7 @@ class ReferenceModel:
         self.model, self.layout, self.device = model, layout, device
         config: Any = model.config
         self.vocab_size = int(config.vocab_size)
+        self._loaded: tuple[Callable[[int], State], int] | None = None
         self._tokens_per_pass = max(16, min(MAX_PASS_TOKENS, MAX_PASS_LOGITS // self.vocab_size))
         # transformers 5.2x renamed the keyword; both names mean the same object.
         names = inspect.signature(type(model).forward).parameters
@@ -90,6 +91,7 @@ class ReferenceModel:
         Raises:
             LocalFault: ``E_MODEL_STATE``.
         """
+        self._loaded = None
         set_state(self.model, self.layout, state)
 
     def logits_for(self, prompt: Sequence[int], rollout: Rollout, states: Callable[[int], State]) -> torch.Tensor:
@@ -102,7 +104,7 @@ class ReferenceModel:
         """Logits of many completions, version by version, so that each version is loaded once.
 
         Chunks of one item come in ascending order of position; items interleave. Peak memory is one chunk plus
-        the caches of items that cross a swap.
+        the caches of items that cross a swap. A version that the call before left loaded is not loaded again.
 
         Raises:
             LocalFault: whatever ``states`` raises for a version that is not at hand, ``E_MODEL_STATE``.
@@ -110,7 +112,9 @@ class ReferenceModel:
         steps = [step for index, item in enumerate(items) for step in _steps(index, item)]
         caches: dict[int, Any] = {}
         for version in sorted({step.version for step in steps}):
-            self.set_state(states(version))
+            if self._loaded != (states, version):
+                self.set_state(states(version))
+                self._loaded = (states, version)
             mine = [step for step in steps if step.version == version]
             alone = [s for s in mine if s.feed.start or s.continued or len(s.feed) > self._tokens_per_pass]
             yield from self._batched(items, [step for step in mine if step not in alone])
