@@ -1,26 +1,29 @@
-"""The wire form of a lease's rollouts, and the Merkle root a node commits to.
+"""The wire form of a lease's rollouts.
 
 A bundle is one zstd frame around one safetensors file whose columns are packed for compression. Its *content* has one
 encoding per value; the decoder writes what it read again and compares. Spec: ``docs/spec/rollout-bundle.md``.
 
-Legend: R rollouts, G segments, T completion tokens, D tail draws, N head entries of the whole bundle.
+Legend: R rollouts, G segments, T completion tokens, D tail draws, U distinct head ids, N head entries of the bundle.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from protocol.commitment import bundle_root, rollout_root
 from protocol.errors import E_TOO_LARGE, PeerFault, code
 from protocol.head import offsets, token_entries
-from protocol.merkle import counted_root, leaf_hash
 from protocol.messages import SamplingRules
 from protocol.rollout import NO_CODE, Bundle, Finish, Rollout, Segment, SwapMode
+
+__all__ = ["MAX_BYTES", "MAX_ROLLOUTS", "bundle_root", "decode", "encode", "rollout_root"]
 
 E_BUNDLE_FRAME = code("E_BUNDLE_FRAME", "a bundle is not exactly one zstd frame of a declared size")
 E_BUNDLE_HEADER = code("E_BUNDLE_HEADER", "a bundle's header is not the one its counts call for")
@@ -32,33 +35,34 @@ E_SEGMENTS = code("E_SEGMENTS", "a rollout's segments are not in order, not on t
 MAX_BYTES: Final = 64 * 2**20
 #: Most rollouts of a bundle; a lease names no more samples.
 MAX_ROLLOUTS: Final = 1024
-#: Tokens per Merkle leaf. Part of every commitment: changing it changes every root.
-CHUNK_TOKENS: Final = 32
 _MAX_HEADER: Final = 4096
 _FORMAT: Final = "assay.rollout-bundle.v1"
 _DRAWN: Final = 255  #: rank of a token that was drawn from the tail
-_LEVEL: Final = 9
+_LEVEL: Final = 15  #: of zstd; readers accept any
+#: Columns whose last extents are the numbers of ``_Counts``.
+_COUNTED: Final = ("sample", "segment_start", "rank", "drawn_id", "dictionary", "head_id")
 
 
 @dataclass(frozen=True)
 class _Counts:
-    """The five numbers that fix a bundle's header."""
+    """The six numbers that fix a bundle's header."""
 
     rollouts: int
     segments: int
     tokens: int
     drawn: int
+    distinct: int
     entries: int
 
     def columns(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (numpy dtype, shape), in file order."""
-        r, g, t, d, n = self.rollouts, self.segments, self.tokens, self.drawn, self.entries
+        r, g, t, d, u, n = self.rollouts, self.segments, self.tokens, self.drawn, self.distinct, self.entries
         return {
             "sample": ("<u4", (r,)), "length": ("<u4", (r,)), "finish": ("u1", (r,)), "segments": ("<u2", (r,)),
             "segment_start": ("<u4", (g,)), "segment_version": ("<u8", (g,)), "segment_mode": ("u1", (g,)),
             "head_length": ("u1", (t,)), "rank": ("u1", (t,)), "tail_code": ("u1", (2, t)),
             "drawn_id": ("u1", (4, d)), "drawn_code": ("u1", (2, d)),
-            "head_code": ("u1", (2, n)), "head_id": ("u1", (4, n)),
+            "dictionary": ("u1", (4, u)), "head_id": ("u1", (4, n)), "head_code": ("u1", (2, n)),
         }
 
     def header(self) -> bytes:
@@ -82,6 +86,11 @@ def encode(bundle: Bundle) -> bytes:
     Raises:
         ValueError: a head token carries a token code, or nothing to encode (our own bug).
     """
+    if not bundle.rollouts:
+        raise ValueError("a bundle holds at least one rollout")
+    for rollout in bundle.rollouts:
+        if np.any((token_entries(rollout) >= 0) & (rollout.token_codes != NO_CODE)):
+            raise ValueError("a token of the head carries a token code")
     return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False).compress(_content(bundle))
 
 
@@ -101,88 +110,24 @@ def decode(data: bytes, rules: SamplingRules, *, max_bytes: int = MAX_BYTES) -> 
     return bundle
 
 
-# -- commitment --------------------------------------------------------------------------------------------
-
-
-def rollout_leaves(rollout: Rollout, unit: bytes) -> list[bytes]:
-    """Leaf hashes of a rollout: its frame (sample, finish, length, segments), then chunks of 32 tokens.
-
-    Args:
-        unit: what the rollout belongs to; every leaf is bound to it.
-    """
-    starts = np.append(offsets(rollout), len(rollout.head_ids))
-    leaves = [leaf_hash(unit + (0).to_bytes(4, "little") + _frame_bytes(rollout))]
-    for index, first in enumerate(range(0, len(rollout), CHUNK_TOKENS), start=1):
-        last = min(first + CHUNK_TOKENS, len(rollout))
-        chunk = _chunk_bytes(rollout, first, last, int(starts[first]), int(starts[last]))
-        leaves.append(leaf_hash(unit + index.to_bytes(4, "little") + chunk))
-    return leaves
-
-
-def rollout_root(rollout: Rollout, unit: bytes) -> bytes:
-    """32-byte counted Merkle root of ``rollout_leaves``."""
-    return counted_root(rollout_leaves(rollout, unit))
-
-
-def bundle_root(bundle: Bundle, lease_sha256: str) -> str:
-    """Hex root that a commitment names: the counted Merkle root over the roots of the rollouts, in their order.
-
-    Args:
-        lease_sha256: digest of the lease's payload. A rollout's unit is this digest and its sample index.
-    """
-    lease = bytes.fromhex(lease_sha256)
-    units = [lease + rollout.sample.to_bytes(4, "little") for rollout in bundle.rollouts]
-    roots = [rollout_root(rollout, unit) for rollout, unit in zip(bundle.rollouts, units, strict=True)]
-    return counted_root([leaf_hash(root) for root in roots]).hex()
-
-
-def _frame_bytes(rollout: Rollout) -> bytes:
-    parts = [
-        rollout.sample.to_bytes(4, "little"), len(rollout).to_bytes(4, "little"), bytes([rollout.finish]),
-        len(rollout.segments).to_bytes(4, "little"),
-    ]
-    for segment in rollout.segments:
-        parts += [segment.start.to_bytes(4, "little"), segment.version.to_bytes(8, "little"), bytes([segment.mode])]
-    return b"".join(parts)
-
-
-def _chunk_bytes(rollout: Rollout, first: int, last: int, start: int, end: int) -> bytes:
-    """Little-endian columns of tokens ``first`` to ``last``, whose head entries are ``start`` to ``end``."""
-    return b"".join(
-        column.astype(dtype, copy=False).tobytes()
-        for column, dtype in (
-            (rollout.tokens[first:last], "<u4"), (rollout.token_codes[first:last], "<u2"),
-            (rollout.tail_codes[first:last], "<u2"), (rollout.head_lengths[first:last], "u1"),
-            (rollout.head_ids[start:end], "<u4"), (rollout.head_codes[start:end], "<u2"),
-        )
-    )
-
-
 # -- writing -----------------------------------------------------------------------------------------------
 
 
 def _content(bundle: Bundle) -> bytes:
     """The uncompressed safetensors file."""
     columns = _pack(bundle)
-    counts = _Counts(
-        len(columns["sample"]), len(columns["segment_start"]), len(columns["rank"]), columns["drawn_id"].shape[1],
-        columns["head_id"].shape[1],
-    )
+    counts = _Counts(*(columns[name].shape[-1] for name in _COUNTED))
     body = [columns[name].astype(dtype, copy=False).tobytes() for name, (dtype, _) in counts.columns().items()]
     return counts.header() + b"".join(body)
 
 
 def _pack(bundle: Bundle) -> Columns:
     rollouts = bundle.rollouts
-    if not rollouts:
-        raise ValueError("a bundle holds at least one rollout")
     segments = [segment for rollout in rollouts for segment in rollout.segments]
-    ranks = [_ranks(rollout) for rollout in rollouts]
-    rank = np.concatenate(ranks)
+    rank = np.concatenate([_ranks(rollout) for rollout in rollouts])
     drawn = rank == _DRAWN
     token_codes = np.concatenate([rollout.token_codes for rollout in rollouts])
-    if np.any(token_codes[~drawn] != NO_CODE):
-        raise ValueError("a token of the head carries a token code")
+    dictionary, indices = _index(np.concatenate([rollout.head_ids for rollout in rollouts]))
     return {
         "sample": np.array([rollout.sample for rollout in rollouts]),
         "length": np.array([len(rollout) for rollout in rollouts]),
@@ -196,8 +141,9 @@ def _pack(bundle: Bundle) -> Columns:
         "tail_code": _planes(np.concatenate([rollout.tail_codes for rollout in rollouts]), "<u2"),
         "drawn_id": _planes(np.concatenate([rollout.tokens for rollout in rollouts])[drawn], "<u4"),
         "drawn_code": _planes(token_codes[drawn], "<u2"),
+        "dictionary": _planes(np.diff(dictionary, prepend=np.uint32(0)), "<u4"),
+        "head_id": _planes(indices, "<u4"),
         "head_code": _planes(np.concatenate([_code_steps(rollout) for rollout in rollouts]), "<u2"),
-        "head_id": _planes(np.concatenate([rollout.head_ids for rollout in rollouts]), "<u4"),
     }
 
 
@@ -206,6 +152,15 @@ def _ranks(rollout: Rollout) -> NDArray[np.uint8]:
     entries = token_entries(rollout)
     ranks: NDArray[np.uint8] = np.where(entries >= 0, entries - offsets(rollout), _DRAWN).astype(np.uint8)
     return ranks
+
+
+def _index(ids: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """(U,) distinct ids, the most frequent first, equals by id; (N,) index of each id among them."""
+    distinct, inverse, counts = np.unique(ids, return_inverse=True, return_counts=True)
+    order = np.lexsort((distinct, -counts))
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    return distinct[order], places[inverse]
 
 
 def _code_steps(rollout: Rollout) -> NDArray[np.uint16]:
@@ -230,9 +185,11 @@ def _decompress(data: bytes, max_bytes: int) -> bytes:
         raise PeerFault(E_TOO_LARGE, "bundle too large", expected=f"<= {max_bytes} bytes", got=f"{len(data)} bytes")
     try:
         size = zstandard.frame_content_size(data)
-        if not 0 <= size <= max_bytes:
-            raise PeerFault(E_TOO_LARGE, "bundle decodes to too much", expected=f"<= {max_bytes} bytes, declared",
+        if size > max_bytes:
+            raise PeerFault(E_TOO_LARGE, "bundle decodes to too much", expected=f"<= {max_bytes} bytes",
                             got=f"{size} bytes")
+        if size < 0:
+            raise PeerFault(E_BUNDLE_FRAME, "bundle hides its size", expected="a frame content size", got="none")
         content = zstandard.ZstdDecompressor(max_window_size=2**27).decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise PeerFault(E_BUNDLE_FRAME, "bundle does not decompress", expected="one zstd frame", got=error) from None
@@ -265,9 +222,7 @@ def _read_counts(content: bytes) -> _Counts:
         raise PeerFault(E_BUNDLE_HEADER, "header length", expected=f"2 to {_MAX_HEADER} bytes", got=length)
     try:
         header = json.loads(content[8 : 8 + length])
-        shapes = [
-            header[name]["shape"][-1] for name in ("sample", "segment_start", "rank", "drawn_id", "head_id")
-        ]
+        shapes = [header[name]["shape"][-1] for name in _COUNTED]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise PeerFault(E_BUNDLE_HEADER, "header does not parse", expected="a safetensors header", got=error) from None
     if not all(type(count) is int and 0 <= count <= len(content) for count in shapes):
@@ -279,7 +234,7 @@ def _assemble(columns: Columns, rules: SamplingRules) -> Bundle:
     _check_counts(columns, rules)
     drawn = columns["rank"] == _DRAWN
     head_lengths = columns["head_length"]
-    head_ids, head_codes = _unplane(columns["head_id"], "<u4"), _codes(columns)
+    head_ids, head_codes = _ids(columns), _codes(columns)
     starts = np.cumsum(head_lengths, dtype=np.int64) - head_lengths
     tokens = head_ids[starts + np.where(drawn, 0, columns["rank"])]
     tokens[drawn] = _unplane(columns["drawn_id"], "<u4")
@@ -321,10 +276,13 @@ def _check_counts(columns: Columns, rules: SamplingRules) -> None:
 
 
 def _segments(columns: Columns, rules: SamplingRules) -> list[tuple[Segment, ...]]:
+    most = (columns["length"].astype(np.int64) - 1) // rules.swap_grid + 1
+    if np.any(columns["segments"] > most):
+        raise PeerFault(E_SEGMENTS, "too many segments", expected=f"one per {rules.swap_grid} tokens", got="more")
     counts = columns["segments"].tolist()
     starts, versions, modes = (columns[f"segment_{name}"].tolist() for name in ("start", "version", "mode"))
     if sum(counts) != len(starts) or any(mode > max(SwapMode) for mode in modes):
-        raise PeerFault(E_SEGMENTS, "segment counts or modes", expected="counts that add up, known modes", got=counts[:8])
+        raise PeerFault(E_SEGMENTS, "segment columns", expected="counts that add up, known modes", got=counts[:8])
     segments, first = [], 0
     for count, length in zip(counts, columns["length"].tolist(), strict=True):
         part = tuple(
@@ -337,15 +295,24 @@ def _segments(columns: Columns, rules: SamplingRules) -> list[tuple[Segment, ...
 
 
 def _check_segments(segments: tuple[Segment, ...], length: int, rules: SamplingRules) -> None:
-    ordered = all(a.start < b.start and a.version < b.version for a, b in zip(segments, segments[1:], strict=False))
+    ordered = all(a.start < b.start and a.version < b.version for a, b in pairwise(segments))
     on_grid = all(segment.start % rules.swap_grid == 0 for segment in segments)
-    if not segments or segments[0].start != 0 or not ordered or not on_grid or segments[-1].start >= length \
-            or segments[-1].version >= 2**48:
+    last = segments[-1] if segments else Segment(length, 0)
+    if last.start >= length or segments[0].start != 0 or not ordered or not on_grid or last.version >= 2**48:
         raise PeerFault(
             E_SEGMENTS, "segments of a rollout",
             expected=f"ascending starts from 0 below {length} on a grid of {rules.swap_grid}, ascending versions",
             got=[(segment.start, segment.version) for segment in segments[:8]],
         )
+
+
+def _ids(columns: Columns) -> NDArray[np.uint32]:
+    """(N,) ids from their indices into the dictionary, whose entries are running sums modulo 2^32."""
+    dictionary = np.cumsum(_unplane(columns["dictionary"], "<u4"), dtype=np.uint32)
+    indices = _unplane(columns["head_id"], "<u4")
+    _require(bool(np.all(indices < len(dictionary))), f"dictionary indices < {len(dictionary)}", indices.max())
+    ids: NDArray[np.uint32] = dictionary[indices]
+    return ids
 
 
 def _codes(columns: Columns) -> NDArray[np.uint16]:

@@ -57,14 +57,14 @@ def digest(value: Any) -> str:
 
 
 def _check(value: Any, depth: int) -> None:
-    if depth > MAX_DEPTH:
-        raise ValueError(f"nested deeper than {MAX_DEPTH}")
     if value is None or isinstance(value, (bool, str)):
         return
     if isinstance(value, int):
         if not -_INT_LIMIT <= value < _INT_LIMIT:
-            raise ValueError(f"integer {value} beyond 64 bits")
+            raise ValueError("integer beyond 64 bits")
         return
+    if depth == MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
     if isinstance(value, (list, tuple)):
         for item in value:
             _check(item, depth + 1)

@@ -99,6 +99,8 @@ class Envelope:
             if item["keyid"] in parsed:
                 raise _malformed("one signature per key", item["keyid"])
             parsed[item["keyid"]] = _base64(item["sig"])
+        if list(parsed) != sorted(parsed):
+            raise _malformed("signatures in the order of their key ids", ", ".join(parsed))
         return cls(kind, _base64(payload), parsed)
 
     @classmethod

@@ -138,7 +138,7 @@ def replay(
     weights: NDArray[np.float64], words: NDArray[np.uint64],
 ) -> int:
     """First position whose token is not the one selected, -1 when there is none (see ``sampler.replay``)."""
-    end = 0
+    end = np.int64(0)
     for t in range(len(tokens)):
         start, end = end, end + np.int64(head_lengths[t])
         ids = head_ids[start:end]
