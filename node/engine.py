@@ -90,6 +90,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def waiting(self) -> frozenset[str]:
+        """Keys of requests that are not begun: no token of theirs is drawn."""
+        ...
+
+    @property
     def tokens(self) -> int:
         """Completion tokens drawn since the engine was made."""
         ...

@@ -15,9 +15,9 @@ from typing import Final
 from node.engine import Request
 from protocol.rollout import Segment
 
-#: Free rows are refilled once there are ``slots // REFILL_FRACTION`` of them (at least one): up to 15 slots a row is
-#: refilled at once; beyond, a few are prefilled together, which is cheaper than the passes it saves are idle.
-REFILL_FRACTION: Final = 8
+#: A round of prefills waits until ``slots // REFILL_FRACTION`` rows are free (at least one, and never while nothing
+#: runs): a pass for a single prompt costs about as much as decoding one token of every row.
+REFILL_FRACTION: Final = 4
 
 
 @dataclass(slots=True, eq=False)

@@ -70,6 +70,11 @@ class TorchEngine:
         """Requests submitted and not yet returned or cancelled."""
         return len(self._scheduler.waiting) + len(self._scheduler.rows)
 
+    @property
+    def waiting(self) -> frozenset[str]:
+        """Keys of requests that are not begun."""
+        return frozenset(request.key for request in self._scheduler.waiting)
+
     def check(self, request: Request) -> None:
         """Whether the request can be obeyed.
 

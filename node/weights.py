@@ -1,0 +1,207 @@
+"""The node's copy of the published weights: followed in the background, read by the engine between passes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Protocol
+
+from protocol.envelope import Envelope
+from protocol.errors import LocalFault, PeerFault
+from protocol.messages import CheckpointManifest, RunManifest
+from protocol.weights.chain import CheckpointFollower, open_manifest
+from protocol.weights.layout import Layout, State
+from protocol.weights.link import E_CHECKPOINT_MIX
+
+_LOG = logging.getLogger(__name__)
+
+#: Longest object of a checkpoint that is fetched ahead into memory, in bytes.
+MAX_AHEAD_BYTES: Final = 2**30
+
+
+class Published(Protocol):
+    """Where checkpoints come from; :class:`protocol.client.CoordinatorClient` is one."""
+
+    def head(self) -> Envelope:
+        """The newest checkpoint head."""
+        ...
+
+    def checkpoint(self, version: int) -> Envelope:
+        """The manifest of one version."""
+        ...
+
+    def checkpoints(self, first: int, last: int) -> list[Envelope]:
+        """Manifests of versions first to last."""
+        ...
+
+    def fetch(self, sha256: str) -> bytes:
+        """The object with this hash."""
+        ...
+
+
+class Weights:
+    """Implements :class:`node.engine.WeightSource`. The lock is held while a diff is applied or a state is read."""
+
+    def __init__(
+        self, published: Published, run: RunManifest, layout: Layout, folder: Path, *, threads: int = 1,
+        on_version: Callable[[CheckpointManifest], None] | None = None,
+    ):
+        self._published, self._run, self._folder, self._on_version = published, run, folder, on_version
+        self._lock, self._polling = threading.RLock(), threading.Lock()
+        self._ahead: dict[str, bytes] = {}
+        self._manifests: dict[int, CheckpointManifest] = {}
+        self._newest, self._announced = -1, -1
+        self._follower = CheckpointFollower(
+            self._object, run.roles.learner, run.run_id, layout, manifests=published.checkpoints,
+            keep_versions=run.batch.max_lag_versions + 2, threads=threads,
+        )
+
+    # -- for the engine ----------------------------------------------------------------------------------
+
+    def newest(self) -> int:
+        """Newest version whose state is verified; -1 before the first."""
+        return self._newest
+
+    def has(self, version: int) -> bool:
+        """Whether :meth:`state` would give this version."""
+        return 0 <= version <= self._newest
+
+    @contextmanager
+    def state(self, version: int) -> Iterator[State]:
+        """The bit patterns of a version, unchanged inside the block.
+
+        Raises:
+            LocalFault: ``E_NO_VERSION``.
+        """
+        with self._lock:
+            yield self._follower.state_at(version)
+
+    # -- for the background ------------------------------------------------------------------------------
+
+    @property
+    def announced(self) -> int:
+        """Newest version a valid head named; -1 before the first."""
+        return self._announced
+
+    def poll(self, now_ms: int) -> bool:
+        """Ask for the head and move to it; True when the state moved.
+
+        Raises:
+            PeerFault: what was published breaks a rule; the state stays where it is.
+            Transient: the coordinator cannot be reached.
+        """
+        with self._polling:
+            return self._poll(now_ms)
+
+    def _poll(self, now_ms: int) -> bool:
+        head = self._published.head()
+        with self._lock:
+            self._announced = self._follower.verify_head(head, now_ms).version
+            span = self._follower.plan(self._follower.verify_head(head, now_ms))
+        if span is None:
+            return False
+        try:
+            if span[0] > 0:
+                self._fetch_ahead(*span)
+            with self._lock:
+                moved = self._follower.catch_up(head, now_ms)
+                self._note()
+        finally:
+            self._ahead.clear()
+        return moved
+
+    def prepare(self, version: int) -> None:
+        """Have an older version ready, so that the engine need not wait for the network.
+
+        Raises:
+            LocalFault: ``E_NO_VERSION``.
+            PeerFault: what was published breaks a rule.
+            Transient: the coordinator cannot be reached.
+        """
+        if version != self._newest:
+            with self._lock:
+                self._follower.state_at(version)
+
+    def manifest_of(self, version: int) -> CheckpointManifest:
+        """The signed manifest of a version.
+
+        Raises:
+            PeerFault: it is not what the learner signed, or another version.
+            Transient: the coordinator cannot be reached.
+        """
+        held = self._follower.manifest_of(version) or self._manifests.get(version)
+        if held is None:
+            envelope = self._published.checkpoint(version)
+            held = open_manifest(envelope, self._run.roles.learner, self._run.run_id, self._follower.layout).manifest
+            if held.version != version:
+                raise PeerFault(
+                    E_CHECKPOINT_MIX, "another version's manifest was served", expected=version, got=held.version
+                )
+            self._manifests[version] = held
+        return held
+
+    def save(self) -> None:
+        """Write the state to disk for a quick restart.
+
+        Raises:
+            LocalFault: it cannot be written.
+        """
+        if self._newest >= 0:
+            with self._lock:
+                self._follower.save(self._folder)
+
+    def restore(self) -> bool:
+        """Take up what :meth:`save` wrote; False when there is nothing usable."""
+        try:
+            with self._lock:
+                found = self._follower.load(self._folder)
+                if found:
+                    self._note()
+        except (LocalFault, PeerFault) as error:
+            _LOG.warning("saved weights are not usable, fetching them again", extra={"code": error.code})
+            return False
+        return found
+
+    def _note(self) -> None:
+        manifest = self._follower.manifest
+        self._newest = manifest.version
+        self._announced = max(self._announced, manifest.version)
+        if self._on_version is not None:
+            self._on_version(manifest)
+
+    def _object(self, sha256: str) -> bytes:
+        data = self._ahead.get(sha256)
+        return self._published.fetch(sha256) if data is None else data
+
+    def _fetch_ahead(self, first: int, last: int) -> None:
+        """Fetch the diffs on the way while the engine goes on; whatever is wrong with them shows when applied."""
+        total = 0
+        for envelope in self._published.checkpoints(first, last):
+            for ref in _manifest(envelope).diff:
+                total += ref.size_bytes
+                if total > MAX_AHEAD_BYTES:
+                    return
+                self._ahead[ref.sha256] = self._published.fetch(ref.sha256)
+
+
+def _manifest(envelope: Envelope) -> CheckpointManifest:
+    return CheckpointManifest.from_payload(envelope.payload)
+
+
+def fetch_model(published: Published, run: RunManifest, folder: Path, write: Callable[[Path, bytes], None]) -> Layout:
+    """Have the model's files (configuration, tokenizer) and its layout in ``folder``; the layout.
+
+    Raises:
+        PeerFault: an object is not what the manifest names.
+        Transient: the coordinator cannot be reached.
+    """
+    files: Sequence[tuple[str, str]] = [*run.model.files.items(), ("layout.json", run.model.layout_sha256)]
+    for name, sha256 in files:
+        path = folder / name
+        if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+            write(path, published.fetch(sha256))
+    return Layout.from_bytes((folder / "layout.json").read_bytes())
