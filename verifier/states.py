@@ -9,12 +9,13 @@ from typing import Final, Protocol
 from protocol.errors import LocalFault, code
 from protocol.messages import ChunkRef
 from protocol.weights.diff import Undo, apply_patch, decode_anchor, decode_diff
+from protocol.weights.follower import E_STATE_ROOT
 from protocol.weights.layout import Layout, State
 from protocol.weights.state_root import state_root
 from verifier.checkpoints import CheckpointBook
 
 E_VERSION_MISSING = code("E_VERSION_MISSING", "the weights of a version cannot be had here")
-E_STATE_ROOT = code("E_STATE_ROOT", "weights rebuilt from published objects do not have the root of their manifest")
+
 
 #: Steps back that are kept; older versions are rebuilt from an anchor.
 KEPT_UNDOS: Final = 32
