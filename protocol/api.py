@@ -172,6 +172,14 @@ class AdmittedReply(Reply):
     groups: list[AdmittedGroup]
 
 
+class BatchReply(Reply):
+    """Answer to ``GET /v1/batches/{version}``: what a version was trained on."""
+
+    plan: WireEnvelope  #: signed by the learner
+    groups: list[AdmittedGroup]  #: the groups it consumed, ascending
+    update: WireEnvelope | None  #: the learner's update receipt, once the step is done
+
+
 class CheckpointsReply(Reply):
     """Answer to ``GET /v1/checkpoints``: manifests in ascending order of version."""
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -21,6 +21,7 @@ from protocol.api import (
     AdmittedGroup,
     AdmittedReply,
     AuditJob,
+    BatchReply,
     CheckpointsReply,
     ClaimReply,
     LeaseReply,
@@ -107,7 +108,7 @@ class CoordinatorClient:
             limits=httpx.Limits(max_connections=16, max_keepalive_connections=8),
         )
 
-    def __enter__(self) -> CoordinatorClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -156,6 +157,10 @@ class CoordinatorClient:
     def admitted(self, limit: int) -> list[AdmittedGroup]:
         """Complete, verified, unconsumed groups, oldest first."""
         return _parse(AdmittedReply, self._get("/v1/admitted", {"limit": limit})).groups
+
+    def batch(self, version: int) -> BatchReply:
+        """The plan of a version and the groups it consumed: what a learner needs to pick a broken step up again."""
+        return _parse(BatchReply, self._get(f"/v1/batches/{version}"))
 
     def status(self) -> dict[str, Any]:
         """What the dashboard shows."""

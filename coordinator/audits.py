@@ -1,0 +1,156 @@
+"""The audit queue: verifiers claim submissions, and their verdicts decide what happens to them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sqlalchemy import and_, select
+from sqlalchemy.orm import Session
+
+from coordinator import counters, drills, event_log, ledger
+from coordinator.config import CoordinatorConfig
+from coordinator.discipline import Discipline
+from coordinator.groups import LIVE, Groups
+from coordinator.models import Group, Lease, Node, Receipt, ReceiptState, Unit
+from coordinator.models import Verdict as VerdictRow
+from coordinator.run import Run
+from coordinator.verdict_rules import check_verdict
+from protocol.api import Ack, AuditJob, ClaimReply
+from protocol.envelope import Envelope
+from protocol.errors import E_NOT_FOUND, LocalFault, code
+from protocol.messages import AuditClaim, Verdict
+from protocol.messages import Lease as LeaseMessage
+
+#: When a verifier that found nothing asks again.
+RETRY_MS: Final = 250
+#: Code of a bundle that was claimed again and again without a verdict.
+ABANDONED: Final = code("E_AUDIT_ABANDONED", "a bundle was claimed again and again, but no verdict came")
+
+
+class Audits:
+    """Checks in progress and their outcomes."""
+
+    def __init__(self, run: Run, groups: Groups, discipline: Discipline, config: CoordinatorConfig):
+        self._run, self._groups, self._discipline, self._config = run, groups, discipline, config
+
+    def claim(self, session: Session, envelope: Envelope, now_ms: int) -> ClaimReply:
+        """The next job of a verifier, which holds one at a time: whatever it claimed before goes back.
+
+        Raises:
+            PeerFault: ``E_WRONG_KEY`` and what is wrong with the envelope.
+        """
+        claim, verifier_id = self._run.from_verifier(envelope, AuditClaim)
+        held = select(Receipt).where(Receipt.state == ReceiptState.CLAIMED, Receipt.claimed_by == verifier_id)
+        for row in session.scalars(held).all():
+            if row.claim_nonce == claim.nonce and now_ms < row.available_ms:
+                return ClaimReply(job=self._job(session, row), retry_after_ms=0)
+            row.state, row.available_ms = ReceiptState.PENDING, now_ms
+        session.flush()
+        receipt = self._next(session, now_ms)
+        if receipt is None:
+            return ClaimReply(job=None, retry_after_ms=RETRY_MS)
+        receipt.state, receipt.claimed_by, receipt.claim_nonce = ReceiptState.CLAIMED, verifier_id, claim.nonce
+        receipt.claims += 1
+        receipt.available_ms = now_ms + self._config.claim_ms
+        return ClaimReply(job=self._job(session, receipt), retry_after_ms=0)
+
+    def verdict(self, session: Session, envelope: Envelope, now_ms: int) -> Ack:
+        """Record a verdict and act on it. One on a decided bundle is kept in the log and changes nothing.
+
+        Raises:
+            PeerFault: ``E_WRONG_KEY``, ``E_VERDICT``, and what is wrong with the envelope.
+            LocalFault: ``E_NOT_FOUND`` when there is no such receipt.
+        """
+        verdict, verifier_id = self._run.from_verifier(envelope, Verdict)
+        receipt = session.scalars(select(Receipt).where(Receipt.sha256 == verdict.receipt_sha256)).first()
+        if receipt is None:
+            raise LocalFault(E_NOT_FOUND, "no such receipt", got=verdict.receipt_sha256)
+        known = session.scalars(select(VerdictRow).where(VerdictRow.sha256 == envelope.digest)).first()
+        if known is not None:
+            return Ack(duplicate=True)
+        lease = session.get_one(Lease, receipt.lease_id)
+        check_verdict(verdict, verifier_id, receipt, _samples(lease))
+        session.add(
+            VerdictRow(
+                sha256=envelope.digest, receipt_id=receipt.id, verifier_id=verifier_id, outcome=verdict.outcome,
+                code=verdict.code, envelope=envelope.to_bytes(), received_ms=now_ms,
+            )
+        )
+        body = {"receipt_id": receipt.id, "sha256": envelope.digest, "outcome": verdict.outcome, "code": verdict.code}
+        event_log.append(session, now_ms, "verdict", body)
+        if receipt.state not in (ReceiptState.PENDING, ReceiptState.CLAIMED):
+            return Ack(duplicate=True)
+        if verdict.outcome == "pass":
+            self._passed(session, receipt, verdict, now_ms)
+        elif verdict.outcome == "fail":
+            self._failed(session, receipt, verdict, now_ms)
+        else:
+            self._inconclusive(session, receipt, verdict.code or "", now_ms)
+        return Ack(duplicate=False)
+
+    def _next(self, session: Session, now_ms: int) -> Receipt | None:
+        waiting = and_(Receipt.state.in_((ReceiptState.PENDING, ReceiptState.CLAIMED)), Receipt.available_ms <= now_ms)
+        while True:
+            query = select(Receipt).where(waiting).order_by(Receipt.available_ms, Receipt.received_ms, Receipt.id)
+            receipt = session.scalars(query.limit(1)).first()
+            if receipt is None or receipt.claims < self._config.max_claims:
+                return receipt
+            self._set_aside(session, receipt, ABANDONED, now_ms)
+            session.flush()
+
+    def _job(self, session: Session, receipt: Receipt) -> AuditJob:
+        lease, node = session.get_one(Lease, receipt.lease_id), session.get_one(Node, receipt.node_id)
+        return AuditJob(
+            receipt=Envelope.from_bytes(receipt.envelope), commitment=Envelope.from_bytes(receipt.commitment),
+            lease=Envelope.from_bytes(lease.envelope), drawn=receipt.drawn, node_profile=node.profile,
+            node_public_key=node.public_key, attempt=receipt.claims, deadline_ms=receipt.available_ms,
+        )
+
+    def _passed(self, session: Session, receipt: Receipt, verdict: Verdict, now_ms: int) -> None:
+        node = session.get_one(Node, receipt.node_id)
+        receipt.state, receipt.decided_ms = ReceiptState.PASS, now_ms
+        receipt.rewards = {str(s): r for s, r in zip(verdict.samples, verdict.rewards_micro, strict=True)}
+        node.accepted += receipt.rollouts
+        node.audited_passes += 1 if "T2" in verdict.tiers else 0
+        counters.add(session, "rollouts_accepted", receipt.rollouts)
+        if receipt.shadow:
+            return
+        ledger.pend(session, receipt, now_ms)
+        self._groups.verified(session, receipt, now_ms)
+
+    def _failed(self, session: Session, receipt: Receipt, verdict: Verdict, now_ms: int) -> None:
+        node, found = session.get_one(Node, receipt.node_id), verdict.code or ""
+        receipt.state, receipt.decided_ms, receipt.code = ReceiptState.FAIL, now_ms, found
+        node.rejected += receipt.rollouts
+        counters.add(session, "rollouts_rejected", receipt.rollouts)
+        counters.add_reason(session, node.id, found)
+        drills.note_failure(session, receipt, found, now_ms)
+        if not receipt.shadow:
+            self._groups.reopen(session, session.get_one(Unit, receipt.unit_id))
+        reason = next((f"{f.check}: expected {f.expected}, got {f.got}" for f in verdict.findings if not f.ok), found)
+        self._discipline.ban(session, node, now_ms, code=found, reason=reason, receipt_id=receipt.id)
+
+    def _inconclusive(self, session: Session, receipt: Receipt, found: str, now_ms: int) -> None:
+        receipt.inconclusive += 1
+        receipt.code = found
+        if receipt.inconclusive >= self._config.max_inconclusive:
+            self._set_aside(session, receipt, found, now_ms)
+            return
+        receipt.state = ReceiptState.PENDING
+        receipt.available_ms = now_ms + self._config.requeue_ms * 2 ** (receipt.inconclusive - 1)
+
+    def _set_aside(self, session: Session, receipt: Receipt, found: str, now_ms: int) -> None:
+        """Nobody's fault: the bundle's group is given up without blame."""
+        node, unit = session.get_one(Node, receipt.node_id), session.get_one(Unit, receipt.unit_id)
+        receipt.state, receipt.decided_ms, receipt.code = ReceiptState.ASIDE, now_ms, found
+        node.inconclusive += receipt.rollouts
+        counters.add(session, "rollouts_inconclusive", receipt.rollouts)
+        counters.add_reason(session, node.id, found)
+        event_log.append(session, now_ms, "set-aside", {"receipt_id": receipt.id, "code": found})
+        group = session.get_one(Group, unit.group_id)
+        if not receipt.shadow and group.state in LIVE:
+            self._groups.cancel(session, group, "inconclusive", now_ms)
+
+
+def _samples(lease: Lease) -> list[int]:
+    return LeaseMessage.from_payload(Envelope.from_bytes(lease.envelope).payload).samples

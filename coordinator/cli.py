@@ -1,0 +1,218 @@
+"""``assay coordinator``: found a run, serve it, and run it as its operator.
+
+Exit codes: 0 done, 1 refused or failed, 2 bad usage or configuration.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    help="Operate a run: create it, serve it, invite and ban nodes.", no_args_is_help=True, rich_markup_mode=None,
+    pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
+)
+db = typer.Typer(help="The database: check, upgrade, back up.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(db, name="db")
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the run.")]
+Dir = Annotated[Path, typer.Option("--dir", metavar="DIR", help="Directory of the run.")]
+Reason = Annotated[str, typer.Option("--reason", help="Why; it is written to the public log.")]
+NodeId = Annotated[str, typer.Argument(metavar="NODE_ID", help="64 hex digits, see `assay coordinator nodes`.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def init(
+    directory: Directory,
+    model: Annotated[Path, typer.Option("--model", metavar="DIR", help="Hugging Face folder of the first version.")],
+    preset: Annotated[str, typer.Option(help="tiny or smollm2.")] = "tiny",
+    task: Annotated[str | None, typer.Option(help="Another task than the preset's, for example gsm8k.")] = None,
+    data: Annotated[Path | None, typer.Option(metavar="FILE", help="Data of the task, if it needs some.")] = None,
+    host: Annotated[str, typer.Option(help="Address nodes reach the coordinator at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port they reach it at.")] = 8700,
+    name: Annotated[str, typer.Option(help="Name of the run.")] = "",
+    max_versions: Annotated[int | None, typer.Option(min=1, help="Versions instead of the preset's number.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes the run's tasks and draws repeatable.")] = None,
+    store: Annotated[str, typer.Option(metavar="URL", help="dir:PATH or s3://...; default: DIR/store.")] = "",
+) -> None:
+    """Found a run: keys, signed manifest, database, join link.
+
+    Example: assay coordinator init run --preset tiny --model genesis
+    """
+    from coordinator.foundation import Founding, found
+    from coordinator.presets import preset as preset_called
+    from protocol.clock import SystemClock
+
+    founding = Founding(
+        preset=preset_called(preset, task), model=model, host=host, port=port, data=data, name=name,
+        max_versions=max_versions, seed=seed, store_url=store,
+    )
+    link = found(directory, founding, SystemClock())
+    print(f"Run {link.run_id} is founded in {directory}.")
+    print(f"Back up {directory / 'keys'}; the root key can be kept offline from now on.")
+    print(f"Serve it:  assay coordinator serve {directory}")
+    print(f"Join it:   assay node join '{link.format()}' --home HOME")
+
+
+@app.command()
+def serve(
+    directory: Directory,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    log: Annotated[Path | None, typer.Option(metavar="FILE", help="Log to a file instead of stderr.")] = None,
+) -> None:
+    """Serve a run until SIGTERM. Settings: coordinator.toml in DIR, then ASSAY_COORDINATOR_*, then flags.
+
+    Example: assay coordinator serve run --host 0.0.0.0 --port 8700
+    """
+    from coordinator.app import create_app
+    from coordinator.config import CoordinatorConfig
+    from coordinator.server import listen
+    from coordinator.server import serve as serve_forever
+    from protocol.config import load_config
+    from protocol.logs import setup_logging
+
+    directory = directory.resolve()
+    file = directory / "coordinator.toml"
+    overrides = {"directory": directory, "host": host, "port": port}
+    config, _ = load_config(CoordinatorConfig, file if file.exists() else None, "ASSAY_COORDINATOR_", overrides)
+    setup_logging(log, config.log_level)
+    application = create_app(config)
+    with listen(config.host, config.port) as listener:
+        serve_forever(application, config, listener, _announce)
+
+
+@app.command()
+def invite(
+    directory: Dir = Path(),
+    uses: Annotated[int | None, typer.Option(min=1, help="How many nodes may join with it; default: any.")] = None,
+    ttl_hours: Annotated[float, typer.Option(min=0.01, help="How long it is valid.")] = 168.0,
+    reason: Reason = "invited by the operator",
+) -> None:
+    """Print a new join link.
+
+    Example: assay coordinator invite --dir run --uses 1
+    """
+    from coordinator.admin_client import AdminClient
+
+    client = AdminClient(directory)
+    reply = client.act("invites", reason=reason, uses=uses, ttl_s=max(1, round(ttl_hours * 3600)))
+    print(client.link(reply["token"]))
+
+
+@app.command()
+def ban(
+    node_id: NodeId,
+    reason: Reason,
+    directory: Dir = Path(),
+    hours: Annotated[float | None, typer.Option(min=0.01, help="How long; default: for good.")] = None,
+) -> None:
+    """Ban a node, void its unsettled credit and hand its unconsumed work to others.
+
+    Example: assay coordinator ban NODE_ID --reason "asked for by its owner" --dir run
+    """
+    from coordinator.admin_client import AdminClient
+
+    expires_in_s = None if hours is None else max(1, round(hours * 3600))
+    AdminClient(directory).act("ban", node_id=node_id, reason=reason, expires_in_s=expires_in_s)
+    print(f"{node_id} is banned.")
+
+
+@app.command()
+def unban(node_id: NodeId, reason: Reason, directory: Dir = Path()) -> None:
+    """Let a node work again.
+
+    Example: assay coordinator unban NODE_ID --reason "disk replaced" --dir run
+    """
+    from coordinator.admin_client import AdminClient
+
+    AdminClient(directory).act("unban", node_id=node_id, reason=reason)
+    print(f"{node_id} may work again.")
+
+
+@app.command()
+def drill(
+    node_id: NodeId,
+    attack: Annotated[str, typer.Argument(help="best-of-n, int8, stale or edited-answer.")],
+    directory: Dir = Path(),
+    reason: Reason = "drill of the operator",
+) -> None:
+    """Enrol a key as a drill: it cheats on purpose, its work never reaches the learner.
+
+    Example: assay coordinator drill NODE_ID best-of-n --dir run
+    """
+    from coordinator.admin_client import AdminClient
+
+    AdminClient(directory).act("drills", node_id=node_id, attack=attack, reason=reason)
+    print(f"{node_id} is a drill now: {attack}.")
+
+
+@app.command()
+def nodes(directory: Dir = Path(), as_json: Json = False) -> None:
+    """List the nodes of the run.
+
+    Example: assay coordinator nodes --dir run --json
+    """
+    from coordinator.admin_client import AdminClient
+
+    found = AdminClient(directory).nodes()
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    print(f"{'node':<18}{'name':<16}{'state':<10}{'version':>8}{'accepted':>10}{'rejected':>10}{'unclear':>9}  reasons")
+    for node in found:
+        print(_row(node))
+
+
+@db.command()
+def check(directory: Directory) -> None:
+    """Say whether the database has the schema of this release."""
+    database = _database(directory)
+    database.check_schema()
+    print("The schema is up to date.")
+
+
+@db.command()
+def upgrade(directory: Directory) -> None:
+    """Back the database up, then bring its schema to this release's. Stop the coordinator first."""
+    from coordinator.database import backup
+
+    copy = backup(directory / "coordinator.db")
+    _database(directory).upgrade()
+    print(f"Upgraded; the database as it was: {copy}")
+
+
+@db.command("backup")
+def back_up(directory: Directory) -> None:
+    """Copy the database while it is in use."""
+    from coordinator.database import backup
+
+    print(backup(directory / "coordinator.db"))
+
+
+def _database(directory: Path) -> Any:
+    from coordinator.config import CoordinatorConfig
+    from coordinator.database import Database
+
+    return Database(CoordinatorConfig(directory=directory.resolve()).database)
+
+
+def _announce(url: str) -> None:
+    print(f"Serving at {url} (dashboard, API, /openapi.json). Ctrl-C ends it.", flush=True)
+
+
+def _row(node: dict[str, Any]) -> str:
+    reasons = ", ".join(f"{code} x{count}" for code, count in sorted(node["reasons"].items()))
+    state = f"{node['state']}{'*' if node['drill'] else ''}"
+    return (
+        f"{node['id'][:16]:<18}{node['name'][:15]:<16}{state:<10}{node['version']:>8}{node['accepted']:>10}"
+        f"{node['rejected']:>10}{node['inconclusive']:>9}  {reasons}"
+    )
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,63 @@
+"""Configuration of ``assay coordinator serve``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from protocol.config import Config
+
+
+class CoordinatorConfig(Config):
+    """One coordinator process. What the run is stands in its signed manifest, not here."""
+
+    directory: Path
+    #: folder made by ``assay coordinator init``: keys, manifest, database, store
+    database_url: str = ""
+    #: SQLAlchemy URL; empty: ``coordinator.db`` in the directory
+    store_url: str = ""
+    #: object store (dir:PATH or s3://...); empty: ``store`` in the directory
+    host: str = "127.0.0.1"
+    #: address to listen on
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8700
+    #: port to listen on; 0: any free one
+    rate_per_s: Annotated[float, Field(ge=0)] = 200.0
+    #: requests per second one address may make; 0: no limit
+    rate_burst: Annotated[int, Field(ge=1)] = 400
+    #: requests one address may make at once
+    body_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    #: longest time a client may take to send a message
+    max_object_bytes: Annotated[int, Field(ge=1)] = 64 * 2**20
+    #: largest object a node may upload
+    max_uploads: Annotated[int, Field(ge=1)] = 8
+    #: uploads received at the same time; more are told to wait
+    upload_ms: Annotated[int, Field(ge=1000)] = 300_000
+    #: how long an upload address is valid
+    max_active_leases: Annotated[int, Field(ge=1)] = 64
+    #: leases one node may hold; halved and so on while it keeps dropping them
+    claim_ms: Annotated[int, Field(ge=1000)] = 600_000
+    #: time a verifier has for a bundle
+    max_inconclusive: Annotated[int, Field(ge=1)] = 3
+    #: inconclusive verdicts after which a bundle is set aside
+    max_claims: Annotated[int, Field(ge=1)] = 8
+    #: claims, lapsed ones included, after which a bundle is set aside
+    requeue_ms: Annotated[int, Field(ge=0)] = 2_000
+    #: wait before an inconclusive bundle is handed out again; doubles each time
+    max_clock_skew_ms: Annotated[int, Field(ge=0)] = 3_600_000
+    #: how far the date of a node's message may be from our clock
+    sweep_s: Annotated[float, Field(gt=0)] = 1.0
+    #: how often expired leases are collected
+    log_level: str = "INFO"
+    #: DEBUG, INFO, WARNING or ERROR
+
+    @property
+    def database(self) -> str:
+        """URL of the database."""
+        return self.database_url or f"sqlite:///{self.directory / 'coordinator.db'}"
+
+    @property
+    def store(self) -> str:
+        """URL of the object store."""
+        return self.store_url or f"dir:{self.directory / 'store'}"

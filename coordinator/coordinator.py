@@ -1,0 +1,180 @@
+"""The coordinator as one object: the nouns of this part, wired together, each act one transaction."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+from coordinator import checkpoints, evidence, invites, status
+from coordinator.audits import Audits
+from coordinator.batches import Batches
+from coordinator.checkpoints import Checkpoints
+from coordinator.config import CoordinatorConfig
+from coordinator.database import Database
+from coordinator.discipline import Discipline
+from coordinator.epochs import Epochs
+from coordinator.groups import Groups
+from coordinator.keyring import Keyring
+from coordinator.leases import Leases
+from coordinator.prompts import Prompts
+from coordinator.registry import Registry
+from coordinator.run import Run
+from coordinator.submissions import Submissions
+from coordinator.uploads import Uploads
+from protocol import evidence as evidence_file
+from protocol.api import Ack, AdmittedGroup, BatchReply, ClaimReply, LeaseReply, RegisterReply, SubmitReply, UploadReply
+from protocol.clock import Clock
+from protocol.envelope import Envelope
+from protocol.messages import Commitment, UploadRequest
+from protocol.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """Everything one coordinator process does. Methods may be called from any thread; each raises ``AssayError``."""
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        run: Run,
+        keyring: Keyring,
+        database: Database,
+        store: Store,
+        prompts: Prompts,
+        clock: Clock,
+    ):
+        self.config, self.run, self.keyring = config, run, keyring
+        self.database, self.store, self.clock = database, store, clock
+        self.registry = Registry(run, config.max_clock_skew_ms)
+        self.groups = Groups(run, prompts)
+        self.epochs = Epochs(run)
+        self.leases = Leases(run, keyring.identity, self.registry, self.groups, config)
+        self.submissions = Submissions(run, keyring.identity, self.registry, self.epochs)
+        self.discipline = Discipline(self.groups)
+        self.audits = Audits(run, self.groups, self.discipline, config)
+        self.batches = Batches(run, self.groups)
+        self.checkpoints = Checkpoints(run, self.groups)
+        self.uploads = Uploads(store, keyring.upload_secret, config)
+        self._stop = threading.Event()
+        self._sweeper = threading.Thread(target=self._sweep_forever, name="sweeper", daemon=True)
+
+    # -- nodes -------------------------------------------------------------------------------------------
+
+    def register(self, envelope: Envelope) -> RegisterReply:
+        """``POST /v1/nodes``."""
+        with self.database.write() as session:
+            return self.registry.register(session, envelope, self.clock.now_ms())
+
+    def lease(self, envelope: Envelope) -> LeaseReply:
+        """``POST /v1/leases``."""
+        with self.database.write() as session:
+            return self.leases.request(session, envelope, self.clock.now_ms())
+
+    def return_leases(self, envelope: Envelope) -> Ack:
+        """``POST /v1/lease-returns``."""
+        with self.database.write() as session:
+            return self.leases.hand_back(session, envelope, self.clock.now_ms())
+
+    def grant_upload(self, envelope: Envelope) -> UploadReply:
+        """``POST /v1/uploads``."""
+        with self.database.write() as session:
+            request, _ = self.registry.authenticate(session, envelope, UploadRequest, self.clock.now_ms())
+        return self.uploads.grant(request, self.clock.now_ms())
+
+    def submit(self, envelope: Envelope) -> SubmitReply:
+        """``POST /v1/submissions``. The store is asked before the database is held."""
+        claimed = self.run.peek(envelope, Commitment)
+        stored = self.store.size(claimed.object_sha256) if self.store.has(claimed.object_sha256) else None
+        with self.database.write() as session:
+            return self.submissions.submit(session, envelope, stored, self.clock.now_ms())
+
+    # -- verifiers and the learner -----------------------------------------------------------------------
+
+    def claim_audit(self, envelope: Envelope) -> ClaimReply:
+        """``POST /v1/audits/claim``."""
+        with self.database.write() as session:
+            return self.audits.claim(session, envelope, self.clock.now_ms())
+
+    def verdict(self, envelope: Envelope) -> Ack:
+        """``POST /v1/verdicts``."""
+        with self.database.write() as session:
+            return self.audits.verdict(session, envelope, self.clock.now_ms())
+
+    def publish_checkpoint(self, envelope: Envelope) -> Ack:
+        """``POST /v1/checkpoints``."""
+        missing = next((c.sha256 for c in checkpoints.chunks(envelope) if not self.store.has(c.sha256)), None)
+        with self.database.write() as session:
+            return self.checkpoints.publish(session, envelope, missing, self.clock.now_ms())
+
+    def publish_head(self, envelope: Envelope) -> Ack:
+        """``POST /v1/head``."""
+        with self.database.write() as session:
+            return self.checkpoints.set_head(session, envelope, self.clock.now_ms())
+
+    def post_batch(self, envelope: Envelope) -> Ack:
+        """``POST /v1/batches``."""
+        with self.database.write() as session:
+            return self.batches.plan(session, envelope, self.clock.now_ms())
+
+    def post_update(self, envelope: Envelope) -> Ack:
+        """``POST /v1/updates``."""
+        with self.database.write() as session:
+            return self.batches.update(session, envelope, self.clock.now_ms())
+
+    def admitted(self, limit: int) -> list[AdmittedGroup]:
+        """``GET /v1/admitted``."""
+        with self.database.read() as session:
+            return self.batches.admitted(session, limit)
+
+    def batch(self, version: int) -> BatchReply:
+        """``GET /v1/batches/{version}``."""
+        with self.database.read() as session:
+            return self.batches.batch(session, version)
+
+    # -- everybody ---------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """``GET /v1/status``."""
+        with self.database.read() as session:
+            return status.snapshot(session, self.run, self.groups, self.clock.now_ms())
+
+    def evidence(self, receipt_id: str) -> bytes:
+        """``GET /v1/evidence/{receipt_id}``."""
+        with self.database.read() as session:
+            return evidence_file.encode(evidence.collect(session, self.run, self.store, receipt_id))
+
+    # -- the operator ------------------------------------------------------------------------------------
+
+    def invite(self, *, label: str, ttl_ms: int, uses: int | None) -> str:
+        """A new join token."""
+        with self.database.write() as session:
+            return invites.create(session, self.clock.now_ms(), label=label, ttl_ms=ttl_ms, uses=uses)
+
+    # -- life --------------------------------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """Collect expired leases and begin a new epoch when the old one is over."""
+        with self.database.write() as session:
+            now_ms = self.clock.now_ms()
+            self.leases.expire(session, now_ms)
+            self.epochs.current(session, now_ms)
+
+    def start(self) -> None:
+        """Begin to sweep now and then."""
+        self._sweeper.start()
+
+    def close(self) -> None:
+        """Stop sweeping and drop the database connections."""
+        self._stop.set()
+        if self._sweeper.is_alive():
+            self._sweeper.join(timeout=10)
+        self.database.close()
+
+    def _sweep_forever(self) -> None:
+        while not self._stop.wait(self.config.sweep_s):
+            try:
+                self.sweep()
+            except Exception:  # the boundary of a background task: whatever it was, the next round tries again
+                logger.exception("sweep failed")

@@ -1,0 +1,148 @@
+"""One database and its transactions: many readers, one writer at a time, nothing acknowledged before it is on disk."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from alembic import command
+from alembic.config import Config as AlembicConfig
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.orm import Session
+
+from protocol.errors import LocalFault, Transient, code
+
+E_DATABASE = code("E_DATABASE", "the database is busy or failing; nothing was changed")
+E_DATABASE_SCHEMA = code("E_DATABASE_SCHEMA", "the database has another schema than this release needs")
+
+#: Longest wait for another writer, in seconds.
+BUSY_TIMEOUT_S: Final = 10.0
+
+
+class Database:
+    """A SQLAlchemy engine with the settings that make its promises true.
+
+    SQLite runs in WAL mode with ``synchronous=FULL``: a commit that returned survives a power cut.
+    """
+
+    def __init__(self, url: str):
+        self.url = url
+        self.engine = create_engine(url, connect_args=self._connect_args(), pool_timeout=BUSY_TIMEOUT_S)
+        if self.is_sqlite:
+            event.listen(self.engine, "connect", _set_pragmas)
+            event.listen(self.engine, "begin", _begin)
+        self._writing_engine: Engine = self.engine.execution_options(assay_write=True)
+        self._writer = threading.Lock()
+
+    @property
+    def is_sqlite(self) -> bool:
+        """Whether this is a file on this machine."""
+        return self.url.startswith("sqlite")
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        """A read-only view of one moment."""
+        with _translated(), Session(self.engine, expire_on_commit=False) as session:
+            yield session
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        """A transaction that is committed when the block ends, and rolled back when it raises.
+
+        Raises:
+            Transient: ``E_DATABASE`` when another writer holds the database for too long.
+        """
+        if not self._writer.acquire(timeout=BUSY_TIMEOUT_S):
+            raise Transient(E_DATABASE, "another writer holds the database", expected=f"< {BUSY_TIMEOUT_S:g} s")
+        try:
+            with _translated(), Session(self._writing_engine, expire_on_commit=False) as session, session.begin():
+                yield session
+        finally:
+            self._writer.release()
+
+    def upgrade(self) -> None:
+        """Bring the schema to this release's."""
+        config = _alembic_config()
+        with self._writing_engine.begin() as connection:
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+
+    def check_schema(self) -> None:
+        """Refuse a database of another release.
+
+        Raises:
+            LocalFault: ``E_DATABASE_SCHEMA``.
+        """
+        wanted = ScriptDirectory.from_config(_alembic_config()).get_current_head()
+        with self.engine.connect() as connection:
+            found = MigrationContext.configure(connection).get_current_revision()
+        if found != wanted:
+            raise LocalFault(
+                E_DATABASE_SCHEMA, f"schema of {self.engine.url.render_as_string()}", expected=wanted,
+                got=found or "an empty database",
+                hint="assay coordinator init DIR makes one; assay coordinator db upgrade DIR mends an older one",
+            )
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self.engine.dispose()
+
+    def _connect_args(self) -> dict[str, Any]:
+        return {"timeout": BUSY_TIMEOUT_S, "check_same_thread": False} if self.is_sqlite else {}
+
+
+def sqlite_url(path: Path) -> str:
+    """URL of a database file."""
+    return f"sqlite:///{path}"
+
+
+def backup(file: Path) -> Path:
+    """Copy a SQLite database that may be in use to a new file beside it.
+
+    Raises:
+        LocalFault: ``E_DATABASE`` when it cannot be read or written.
+    """
+    if not file.is_file():
+        raise LocalFault(E_DATABASE, "no such database", got=file)
+    copy = file.with_name(f"{file.name}.{datetime.now(UTC):%Y%m%dT%H%M%S%f}.backup")
+    try:
+        with closing(sqlite3.connect(file)) as source, closing(sqlite3.connect(copy)) as target:
+            source.backup(target)
+    except sqlite3.Error as error:
+        raise LocalFault(E_DATABASE, f"cannot back up {file}", got=str(error)) from None
+    return copy
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except (OperationalError, DBAPIError) as error:
+        raise Transient(E_DATABASE, "the database refused", got=str(error.orig)[:200]) from error
+
+
+def _set_pragmas(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # transactions are begun by _begin, not by the driver
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "temp_store=MEMORY"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin(connection: Connection) -> None:
+    write = connection.get_execution_options().get("assay_write")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+
+def _alembic_config() -> AlembicConfig:
+    config = AlembicConfig()
+    config.set_main_option("script_location", str(Path(__file__).parent / "alembic"))
+    return config

@@ -1,0 +1,60 @@
+"""Epochs of the audit draw: a key is committed to when its epoch begins and revealed when it ends."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from coordinator import draw, event_log
+from coordinator.models import Epoch, Receipt
+from coordinator.run import Run
+
+
+class Epochs:
+    """The draw keys of a run. ``new_key`` is replaced in tests."""
+
+    def __init__(self, run: Run, new_key: Callable[[], bytes] = lambda: secrets.token_bytes(32)):
+        self._policy, self._new_key = run.manifest.audit, new_key
+
+    def current(self, session: Session, now_ms: int) -> Epoch:
+        """The epoch of this moment, begun now when the last one is over."""
+        last = session.scalars(select(Epoch).order_by(Epoch.id.desc()).limit(1)).first()
+        if last is not None and now_ms < last.began_ms + self._policy.epoch_ms:
+            return last
+        if last is not None:
+            last.ended_ms = now_ms
+            event_log.append(session, now_ms, "epoch-revealed", {"epoch": last.id, "key": last.key.hex()})
+        key = self._new_key()
+        epoch = Epoch(id=last.id + 1 if last else 0, key=key, key_sha256=draw.commit_to(key), began_ms=now_ms)
+        session.add(epoch)
+        session.flush()
+        event_log.append(session, now_ms, "epoch-began", {"epoch": epoch.id, "key_sha256": epoch.key_sha256})
+        return epoch
+
+
+def describe(session: Session) -> list[dict[str, Any]]:
+    """All epochs, newest first; the key of the one that is not over stays secret."""
+    return [
+        {
+            "epoch": row.id, "key_sha256": row.key_sha256, "began_ms": row.began_ms, "ended_ms": row.ended_ms,
+            "key": row.key.hex() if row.ended_ms is not None else None,
+        }
+        for row in session.scalars(select(Epoch).order_by(Epoch.id.desc()).limit(1000))
+    ]
+
+
+def draws_of(session: Session, epoch: int) -> list[dict[str, Any]]:
+    """Receipts of one epoch with the rate each was drawn at; together with the key they repeat the draw."""
+    ended = session.get(Epoch, epoch)
+    rows = session.scalars(select(Receipt).where(Receipt.epoch == epoch).order_by(Receipt.received_ms, Receipt.id))
+    return [
+        {
+            "receipt_id": row.id, "receipt_sha256": row.sha256, "rate_ppm": row.rate_ppm,
+            "drawn": row.drawn if ended is not None and ended.ended_ms is not None else None,
+        }
+        for row in rows
+    ]

@@ -1,0 +1,62 @@
+"""Evidence files: everything a stranger needs to judge one submission offline."""
+
+from __future__ import annotations
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from coordinator.models import Checkpoint, Group, Lease, Node, Receipt, Unit, Verdict
+from coordinator.run import Run
+from protocol.envelope import Envelope
+from protocol.errors import E_NOT_FOUND, LocalFault
+from protocol.evidence import Evidence
+from protocol.store import Store
+
+
+def collect(session: Session, run: Run, store: Store, receipt_id: str) -> Evidence:
+    """The evidence of one receipt.
+
+    Raises:
+        LocalFault: ``E_NOT_FOUND``, or the store's.
+        Transient: of the store.
+    """
+    receipt = require_receipt(session, receipt_id)
+    lease = session.get_one(Lease, receipt.lease_id)
+    start = session.get_one(Group, session.get_one(Unit, receipt.unit_id).group_id).start_version
+    verdicts = session.scalars(select(Verdict.envelope).where(Verdict.receipt_id == receipt.id).order_by(Verdict.id))
+    return Evidence(
+        root_public_key=bytes.fromhex(run.root_key),
+        node_public_key=bytes.fromhex(session.get_one(Node, receipt.node_id).public_key),
+        run_manifest=run.envelope,
+        lease=Envelope.from_bytes(lease.envelope),
+        commitment=Envelope.from_bytes(receipt.commitment),
+        receipt=Envelope.from_bytes(receipt.envelope),
+        verdicts=tuple(Envelope.from_bytes(data) for data in verdicts),
+        checkpoints=_checkpoints(session, start, receipt.received_ms),
+        bundle=store.get(receipt.object_sha256),
+    )
+
+
+def require_receipt(session: Session, receipt_id: str) -> Receipt:
+    """A receipt by its id.
+
+    Raises:
+        LocalFault: ``E_NOT_FOUND``.
+    """
+    receipt = session.get(Receipt, receipt_id)
+    if receipt is None:
+        raise LocalFault(E_NOT_FOUND, "no such receipt", got=receipt_id[:80])
+    return receipt
+
+
+def _checkpoints(session: Session, start_version: int, received_ms: int) -> tuple[Envelope, ...]:
+    """Manifests from the last anchor before the start version to the newest one the rollouts can have used."""
+    anchor = select(func.max(Checkpoint.version)).where(
+        Checkpoint.version <= start_version, Checkpoint.anchor_bytes > 0
+    )
+    first = session.scalar(anchor) or 0
+    query = select(Checkpoint.envelope).where(
+        Checkpoint.version >= first,
+        (Checkpoint.received_ms <= received_ms) | (Checkpoint.version <= start_version),
+    )
+    return tuple(Envelope.from_bytes(data) for data in session.scalars(query.order_by(Checkpoint.version)))

@@ -1,0 +1,185 @@
+"""Leases: who makes which samples until when."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from coordinator import event_log
+from coordinator.config import CoordinatorConfig
+from coordinator.groups import LIVE, Groups, head_version
+from coordinator.models import Drill, Group, Lease, LeaseState, Node, Unit, UnitState
+from coordinator.registry import Registry
+from coordinator.run import Run
+from protocol.api import Ack, LeaseReply
+from protocol.envelope import Envelope
+from protocol.identity import Identity
+from protocol.messages import Lease as LeaseMessage
+from protocol.messages import LeaseRequest, LeaseReturn
+
+#: When to ask again: work may appear any moment, after the next version, or never.
+RETRY_SOON_MS: Final = 250
+RETRY_LATER_MS: Final = 1000
+#: ``why`` of a finished run; nodes exit when they read it.
+RUN_COMPLETE: Final = "run complete"
+
+
+class Leases:
+    """Hands out units and takes them back."""
+
+    def __init__(self, run: Run, identity: Identity, registry: Registry, groups: Groups, config: CoordinatorConfig):
+        self._run, self._identity, self._registry, self._groups = run, identity, registry, groups
+        self._config = config
+
+    def request(self, session: Session, envelope: Envelope, now_ms: int) -> LeaseReply:
+        """Leases for a node, the same ones again for the same nonce.
+
+        Raises:
+            PeerFault: as :meth:`coordinator.registry.Registry.authenticate`; ``E_NODE_VERSION``.
+        """
+        request, node = self._registry.authenticate(session, envelope, LeaseRequest, now_ms)
+        before = session.scalars(select(Lease).where(Lease.node_id == node.id, Lease.nonce == request.nonce)).all()
+        if before:
+            return LeaseReply(leases=[Envelope.from_bytes(row.envelope) for row in before], retry_after_ms=0, why="")
+        self._registry.see_version(session, node, request.newest_version)
+        self.expire(session, now_ms)
+        if self._groups.is_complete(session):
+            return LeaseReply(leases=[], retry_after_ms=RETRY_LATER_MS, why=RUN_COMPLETE)
+        allowance = self._allowance(session, node)
+        wanted = min(request.max_leases, allowance)
+        if wanted < 1:
+            why = f"you hold {self._held(session, node)} leases already; finish or return some"
+            return LeaseReply(leases=[], retry_after_ms=RETRY_LATER_MS, why=why)
+        shadow = session.get(Drill, node.id) is not None
+        choose = self._shadow_units if shadow else self._units
+        units = choose(session, node, wanted, now_ms)
+        leases = [self._grant(session, node, unit, request.nonce, shadow, now_ms) for unit in units]
+        why = "" if len(leases) == request.max_leases else self._why(session, node, allowance)
+        return LeaseReply(leases=leases, retry_after_ms=0 if leases else RETRY_SOON_MS, why=why)
+
+    def hand_back(self, session: Session, envelope: Envelope, now_ms: int) -> Ack:
+        """Take leases back unfinished. Ones that are over already are left alone.
+
+        Raises:
+            PeerFault: as :meth:`coordinator.registry.Registry.authenticate`.
+        """
+        message, node = self._registry.authenticate(session, envelope, LeaseReturn, now_ms)
+        returned: list[str] = []
+        for lease_id in message.lease_ids:
+            lease = session.get(Lease, lease_id)
+            if lease is None or lease.node_id != node.id or lease.state != LeaseState.ACTIVE:
+                continue
+            lease.state = LeaseState.RETURNED
+            self._free(session, lease)
+            returned.append(lease_id)
+        if returned:
+            body = {"node_id": node.id, "leases": returned, "reason": message.reason}
+            event_log.append(session, now_ms, "leases-returned", body)
+        return Ack(duplicate=not returned)
+
+    def expire(self, session: Session, now_ms: int) -> int:
+        """Offer the units of leases past their deadline again; how many there were."""
+        late = select(Lease).where(Lease.state == LeaseState.ACTIVE, Lease.deadline_ms < now_ms)
+        rows = session.scalars(late).all()
+        for lease in rows:
+            lease.state = LeaseState.EXPIRED
+            node = session.get_one(Node, lease.node_id)
+            node.dropped += 1
+            node.drop_streak += 1
+            self._free(session, lease)
+        if rows:
+            event_log.append(session, now_ms, "leases-expired", {"leases": [lease.id for lease in rows]})
+        return len(rows)
+
+    def _free(self, session: Session, lease: Lease) -> None:
+        unit = session.get_one(Unit, lease.unit_id)
+        if not lease.shadow and unit.lease_id == lease.id and unit.state == UnitState.LEASED:
+            unit.state = UnitState.OPEN
+        session.flush()
+
+    def _held(self, session: Session, node: Node) -> int:
+        held = select(func.count()).select_from(Lease)
+        return session.scalar(held.where(Lease.node_id == node.id, Lease.state == LeaseState.ACTIVE)) or 0
+
+    def _allowance(self, session: Session, node: Node) -> int:
+        """How many more leases a node may hold; it shrinks while the node keeps dropping them."""
+        most = max(1, self._config.max_active_leases >> min(node.drop_streak, 16))
+        return most - self._held(session, node)
+
+    def _units(self, session: Session, node: Node, wanted: int, now_ms: int) -> list[Unit]:
+        """Open units the node has the weights for, oldest first, then new groups."""
+        query = (
+            select(Unit)
+            .join(Group, Unit.group_id == Group.id)
+            .where(Unit.state == UnitState.OPEN, Group.start_version <= node.version)
+            .order_by(Unit.id)
+            .limit(wanted)
+        )
+        units = list(session.scalars(query))
+        return units + self._new_units(session, node, wanted - len(units), now_ms)
+
+    def _shadow_units(self, session: Session, node: Node, wanted: int, now_ms: int) -> list[Unit]:
+        """Units that others make too, newest first; a drill's copies never reach the learner."""
+        seen = select(Lease.unit_id).where(Lease.node_id == node.id)
+        query = (
+            select(Unit)
+            .join(Group, Unit.group_id == Group.id)
+            .where(Group.state.in_(LIVE), Group.start_version <= node.version, Unit.id.not_in(seen))
+            .order_by(Unit.id.desc())
+            .limit(wanted)
+        )
+        units = list(session.scalars(query))
+        return units or self._new_units(session, node, wanted, now_ms)
+
+    def _new_units(self, session: Session, node: Node, wanted: int, now_ms: int) -> list[Unit]:
+        units: list[Unit] = []
+        head = head_version(session)
+        if head is None or head > node.version:
+            return units
+        room = self._groups.room(session)
+        while len(units) < wanted and room > 0:
+            units += self._groups.open_one(session, now_ms)
+            room -= 1
+        return units[: max(0, wanted)]
+
+    def _grant(
+        self, session: Session, node: Node, unit: Unit, nonce: str, shadow: bool, now_ms: int
+    ) -> Envelope:
+        group = session.get_one(Group, unit.group_id)
+        # Derived, so that nobody can pick it and a retry cannot make a second one.
+        name = f"{self._run.id}|{node.id}|{nonce}|{unit.id}".encode()
+        message = LeaseMessage(
+            run_id=self._run.id, lease_id=hashlib.sha256(b"assay.lease-id.v1\0" + name).hexdigest()[:32],
+            node_id=node.id, environment=group.environment, group=group.id, samples=unit.samples,
+            prompt_tokens=group.prompt_tokens, prompt_sha256=group.prompt_sha256, start_version=group.start_version,
+            beacon=group.beacon, issued_at_ms=now_ms, deadline_ms=now_ms + self._run.manifest.batch.lease_ms,
+        )
+        envelope = message.sign(self._identity)
+        session.add(
+            Lease(
+                id=message.lease_id, unit_id=unit.id, node_id=node.id, nonce=nonce, shadow=shadow,
+                state=LeaseState.ACTIVE, issued_ms=now_ms, deadline_ms=message.deadline_ms,
+                rollouts=len(unit.samples), envelope=envelope.to_bytes(), sha256=envelope.digest,
+            )
+        )
+        if not shadow:
+            unit.state, unit.lease_id = UnitState.LEASED, message.lease_id
+        session.flush()
+        event_log.append(
+            session, now_ms, "leased",
+            {"lease_id": message.lease_id, "sha256": envelope.digest, "node_id": node.id, "group": group.id},
+        )
+        return envelope
+
+    def _why(self, session: Session, node: Node, allowance: int) -> str:
+        head = head_version(session)
+        if head is None:
+            return "no checkpoint is published yet"
+        if head > node.version:
+            return f"you hold version {node.version}, new work starts at version {head}; fetch it first"
+        if allowance <= 0:
+            return "you hold as many leases as you may"
+        return "all work of this version is handed out; waiting for the learner"

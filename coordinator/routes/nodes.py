@@ -1,0 +1,53 @@
+"""What nodes send."""
+
+from __future__ import annotations
+
+import anyio.to_thread
+from fastapi import APIRouter, Request
+
+from coordinator.edge import read_body
+from coordinator.routes.common import Desk, NodeEnvelope, takes
+from protocol.api import Ack, LeaseReply, RegisterReply, SubmitReply, UploadReply
+from protocol.messages import Commitment, LeaseRequest, LeaseReturn, NodeHello, UploadRequest
+
+router = APIRouter(prefix="/v1", tags=["nodes"])
+
+
+@router.post("/nodes", response_model=RegisterReply, openapi_extra=takes(NodeHello))
+def register(desk: Desk, envelope: NodeEnvelope) -> RegisterReply:
+    """Register a node; the first time needs a join token."""
+    return desk.register(envelope)
+
+
+@router.post("/leases", response_model=LeaseReply, openapi_extra=takes(LeaseRequest))
+def lease(desk: Desk, envelope: NodeEnvelope) -> LeaseReply:
+    """Ask for work; the same nonce gives the same leases."""
+    return desk.lease(envelope)
+
+
+@router.post("/lease-returns", response_model=Ack, openapi_extra=takes(LeaseReturn))
+def return_leases(desk: Desk, envelope: NodeEnvelope) -> Ack:
+    """Hand leases back unfinished."""
+    return desk.return_leases(envelope)
+
+
+@router.post("/uploads", response_model=UploadReply, openapi_extra=takes(UploadRequest))
+def grant_upload(desk: Desk, envelope: NodeEnvelope) -> UploadReply:
+    """Ask where to put an object."""
+    return desk.grant_upload(envelope)
+
+
+@router.put("/uploads/{sha256}", response_model=Ack)
+async def upload(request: Request, desk: Desk, sha256: str, size: int, expires: int, sig: str) -> Ack:
+    """Put an object at an address that ``POST /v1/uploads`` gave."""
+    desk.uploads.check(sha256, size, expires, sig, desk.clock.now_ms())
+    with desk.uploads.place():
+        data = await read_body(request, size, desk.config.body_timeout_s)
+        await anyio.to_thread.run_sync(desk.uploads.keep, sha256, size, data)
+    return Ack()
+
+
+@router.post("/submissions", response_model=SubmitReply, openapi_extra=takes(Commitment))
+def submit(desk: Desk, envelope: NodeEnvelope) -> SubmitReply:
+    """Commit to a finished lease; the answer is a signed receipt."""
+    return desk.submit(envelope)

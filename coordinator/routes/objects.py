@@ -1,0 +1,54 @@
+"""Objects by hash."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from fastapi import APIRouter, Request
+from fastapi.responses import RedirectResponse, Response
+
+from coordinator.routes.common import Desk
+from protocol.errors import E_USAGE, PeerFault
+
+router = APIRouter(prefix="/v1", tags=["objects"])
+
+#: How long a presigned address of the store is valid, in seconds.
+PRESIGNED_S: Final = 600
+_RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
+
+
+@router.get("/objects/{sha256}", response_class=Response, responses={206: {}, 307: {}, 404: {}, 416: {}})
+def get_object(request: Request, desk: Desk, sha256: str) -> Response:
+    """The bytes of an object, or a redirect to the store that holds it; ranges are served."""
+    presigned = desk.store.presign_get(sha256, PRESIGNED_S)
+    if presigned is not None:
+        return RedirectResponse(presigned.url, status_code=307)
+    data = desk.store.get(sha256)
+    headers = {"ETag": f'"{sha256}"', "Cache-Control": "public, immutable, max-age=31536000", "Accept-Ranges": "bytes"}
+    media_type = "application/octet-stream"
+    wanted = request.headers.get("range")
+    if wanted is None:
+        return Response(data, media_type=media_type, headers=headers)
+    span = byte_range(wanted, len(data))
+    if span is None:
+        return Response(b"", status_code=416, headers={"Content-Range": f"bytes */{len(data)}"})
+    first, last = span
+    headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+    return Response(data[first : last + 1], status_code=206, media_type=media_type, headers=headers)
+
+
+def byte_range(header: str, size: int) -> tuple[int, int] | None:
+    """First and last byte of a single ``Range`` of ``size`` bytes; None when it lies outside.
+
+    Raises:
+        PeerFault: ``E_USAGE`` for anything but one range of bytes.
+    """
+    match = _RANGE.fullmatch(header.strip())
+    if match is None or match[1] == match[2] == "":
+        raise PeerFault(E_USAGE, "unsupported Range", expected="bytes=FIRST-LAST", got=header[:80])
+    if match[1] == "":
+        first, last = max(0, size - int(match[2])), size - 1
+    else:
+        first, last = int(match[1]), min(int(match[2]) if match[2] else size - 1, size - 1)
+    return (first, last) if first <= last else None

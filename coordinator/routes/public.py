@@ -1,0 +1,181 @@
+"""What anybody may read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from fastapi.responses import PlainTextResponse, Response
+from sqlalchemy import select
+
+from coordinator import checkpoints, epochs, event_log, metrics, registry
+from coordinator.evidence import require_receipt
+from coordinator.groups import head_version
+from coordinator.models import Epoch, Group, Lease, Node, Receipt, Unit, Verdict
+from coordinator.routes.common import Desk
+from protocol.api import CheckpointsReply
+from protocol.envelope import Envelope
+from protocol.errors import E_NOT_FOUND, LocalFault
+
+router = APIRouter()
+
+
+@router.get("/healthz", response_class=PlainTextResponse, tags=["operation"])
+def healthz() -> str:
+    """Whether the process answers."""
+    return "ok\n"
+
+
+@router.get("/readyz", response_class=PlainTextResponse, tags=["operation"])
+def readyz(desk: Desk) -> str:
+    """Whether database and schema are in order."""
+    desk.database.check_schema()
+    return "ready\n"
+
+
+@router.get("/metrics", response_class=Response, tags=["operation"])
+def prometheus(desk: Desk) -> Response:
+    """Prometheus text format."""
+    return Response(metrics.render(desk.status()), media_type=metrics.CONTENT_TYPE)
+
+
+@router.get("/v1/status", tags=["public"])
+def status(desk: Desk) -> dict[str, Any]:
+    """How the run stands."""
+    return desk.status()
+
+
+@router.get("/v1/run", tags=["public"])
+def run(desk: Desk) -> dict[str, Any]:
+    """The run manifest, signed by the root key."""
+    return desk.run.envelope.to_dict()
+
+
+@router.get("/v1/head", tags=["public"])
+def head(desk: Desk) -> dict[str, Any]:
+    """The newest checkpoint head, signed by the learner."""
+    with desk.database.read() as session:
+        return checkpoints.head(session).to_dict()
+
+
+@router.get("/v1/checkpoints/{version}", tags=["public"])
+def checkpoint(desk: Desk, version: int) -> dict[str, Any]:
+    """The manifest of one version, signed by the learner."""
+    with desk.database.read() as session:
+        return checkpoints.manifest(session, version).to_dict()
+
+
+@router.get("/v1/checkpoints", response_model=CheckpointsReply, tags=["public"])
+def checkpoint_list(
+    desk: Desk,
+    first: Annotated[int, Query(alias="from", ge=0)] = 0,
+    last: Annotated[int, Query(alias="to", ge=0)] = 2**48 - 1,
+) -> CheckpointsReply:
+    """Manifests of a span of versions, both ends included."""
+    with desk.database.read() as session:
+        return CheckpointsReply(manifests=checkpoints.manifests(session, first, last))
+
+
+@router.get("/v1/nodes", tags=["public"])
+def nodes(
+    desk: Desk,
+    after: Annotated[str, Query(max_length=64)] = "",
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> dict[str, Any]:
+    """All nodes in the order of their ids; go on with ``after`` = ``next``."""
+    with desk.database.read() as session:
+        rows = list(session.scalars(select(Node).where(Node.id > after).order_by(Node.id).limit(limit)))
+        found = registry.describe(session, rows, head_version(session) or 0)
+    return {"nodes": found, "next": rows[-1].id if len(rows) == limit else None}
+
+
+@router.get("/v1/nodes/{node_id}", tags=["public"])
+def node(desk: Desk, node_id: str) -> dict[str, Any]:
+    """One node, with its newest receipts."""
+    with desk.database.read() as session:
+        row = registry.require_node(session, node_id)
+        newest = select(Receipt).where(Receipt.node_id == node_id).order_by(Receipt.received_ms.desc()).limit(20)
+        receipts = [_receipt_summary(receipt) for receipt in session.scalars(newest)]
+        return registry.describe(session, [row], head_version(session) or 0)[0] | {"receipts": receipts}
+
+
+@router.get("/v1/receipts/{receipt_id}", tags=["public"])
+def receipt(desk: Desk, receipt_id: str) -> dict[str, Any]:
+    """A receipt with its commitment, its lease and the verdicts on it."""
+    with desk.database.read() as session:
+        row = require_receipt(session, receipt_id)
+        epoch = session.get_one(Epoch, row.epoch)
+        verdicts = session.scalars(select(Verdict.envelope).where(Verdict.receipt_id == row.id).order_by(Verdict.id))
+        return _receipt_summary(row) | {
+            "receipt": Envelope.from_bytes(row.envelope).to_dict(),
+            "commitment": Envelope.from_bytes(row.commitment).to_dict(),
+            "lease": Envelope.from_bytes(session.get_one(Lease, row.lease_id).envelope).to_dict(),
+            "verdicts": [Envelope.from_bytes(data).to_dict() for data in verdicts],
+            "rate_ppm": row.rate_ppm,
+            "drawn": row.drawn if epoch.ended_ms is not None else None,
+        }
+
+
+@router.get("/v1/evidence/{receipt_id}", response_class=Response, tags=["public"])
+def evidence(desk: Desk, receipt_id: str) -> Response:
+    """The self-contained audit file of a receipt."""
+    name = f'attachment; filename="{receipt_id[:32]}.evidence"'
+    data = desk.evidence(receipt_id)
+    return Response(data, media_type="application/octet-stream", headers={"Content-Disposition": name})
+
+
+@router.get("/v1/groups/{group}", tags=["public"])
+def group(desk: Desk, group: int) -> dict[str, Any]:
+    """A group and how its units stand."""
+    with desk.database.read() as session:
+        row = session.get(Group, group)
+        if row is None:
+            raise LocalFault(E_NOT_FOUND, "no such group", got=group)
+        units = session.scalars(select(Unit).where(Unit.group_id == group).order_by(Unit.id)).all()
+        leases = session.scalars(select(Lease).where(Lease.unit_id.in_([unit.id for unit in units])))
+        return {
+            "group": row.id, "environment": row.environment, "state": row.state, "cause": row.cause,
+            "start_version": row.start_version, "beacon": row.beacon, "consumed_version": row.consumed_version,
+            "prompt_tokens": row.prompt_tokens, "prompt_sha256": row.prompt_sha256,
+            "units": [
+                {"samples": unit.samples, "state": unit.state, "receipt_id": unit.receipt_id} for unit in units
+            ],
+            "leases": [
+                {
+                    "lease_id": lease.id, "node_id": lease.node_id, "state": lease.state, "shadow": lease.shadow,
+                    "sha256": lease.sha256, "issued_ms": lease.issued_ms, "deadline_ms": lease.deadline_ms,
+                }
+                for lease in leases
+            ],
+        }
+
+
+@router.get("/v1/epochs", tags=["public"])
+def epoch_list(desk: Desk) -> dict[str, Any]:
+    """Epochs of the audit draw, newest first, with the keys of those that are over."""
+    with desk.database.read() as session:
+        return {"epochs": epochs.describe(session)}
+
+
+@router.get("/v1/epochs/{epoch}/draws", tags=["public"])
+def epoch_draws(desk: Desk, epoch: int) -> dict[str, Any]:
+    """Receipts of one epoch with the rate each was drawn at."""
+    with desk.database.read() as session:
+        return {"draws": epochs.draws_of(session, epoch)}
+
+
+@router.get("/v1/log", tags=["public"])
+def log(
+    desk: Desk, after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 100
+) -> dict[str, Any]:
+    """Entries of the append-only log that follow number ``after``."""
+    with desk.database.read() as session:
+        return {"entries": event_log.entries(session, after, limit)}
+
+
+def _receipt_summary(row: Receipt) -> dict[str, Any]:
+    return {
+        "receipt_id": row.id, "sha256": row.sha256, "node_id": row.node_id, "lease_id": row.lease_id,
+        "state": row.state, "code": row.code, "rollouts": row.rollouts, "tokens": row.tokens, "epoch": row.epoch,
+        "received_ms": row.received_ms, "decided_ms": row.decided_ms, "rewards_micro": row.rewards,
+    }

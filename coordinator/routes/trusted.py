@@ -1,0 +1,61 @@
+"""What verifiers and the learner send, and what only the learner needs to read."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from coordinator.routes.common import Desk, TrustedEnvelope, takes
+from protocol.api import Ack, AdmittedReply, BatchReply, ClaimReply
+from protocol.messages import AuditClaim, BatchPlan, CheckpointHead, CheckpointManifest, UpdateReceipt, Verdict
+
+router = APIRouter(prefix="/v1", tags=["verifiers and learner"])
+
+
+@router.post("/audits/claim", response_model=ClaimReply, openapi_extra=takes(AuditClaim))
+def claim_audit(desk: Desk, envelope: TrustedEnvelope) -> ClaimReply:
+    """Claim the next bundle to check; the same nonce gives the same one."""
+    return desk.claim_audit(envelope)
+
+
+@router.post("/verdicts", response_model=Ack, openapi_extra=takes(Verdict))
+def verdict(desk: Desk, envelope: TrustedEnvelope) -> Ack:
+    """Report what was found."""
+    return desk.verdict(envelope)
+
+
+@router.post("/checkpoints", response_model=Ack, openapi_extra=takes(CheckpointManifest))
+def publish_checkpoint(desk: Desk, envelope: TrustedEnvelope) -> Ack:
+    """Publish the manifest of the next version; its chunks are in the store."""
+    return desk.publish_checkpoint(envelope)
+
+
+@router.post("/head", response_model=Ack, openapi_extra=takes(CheckpointHead))
+def publish_head(desk: Desk, envelope: TrustedEnvelope) -> Ack:
+    """Say which version is the newest."""
+    return desk.publish_head(envelope)
+
+
+@router.post("/batches", response_model=Ack, openapi_extra=takes(BatchPlan))
+def post_batch(desk: Desk, envelope: TrustedEnvelope) -> Ack:
+    """Write down the batch about to be trained on; consumes its groups."""
+    return desk.post_batch(envelope)
+
+
+@router.post("/updates", response_model=Ack, openapi_extra=takes(UpdateReceipt))
+def post_update(desk: Desk, envelope: TrustedEnvelope) -> Ack:
+    """Report a finished step."""
+    return desk.post_update(envelope)
+
+
+@router.get("/admitted", response_model=AdmittedReply)
+def admitted(desk: Desk, limit: Annotated[int, Query(ge=1, le=4096)] = 64) -> AdmittedReply:
+    """Complete, verified, unconsumed groups, oldest first."""
+    return AdmittedReply(groups=desk.admitted(limit))
+
+
+@router.get("/batches/{version}", response_model=BatchReply)
+def batch(desk: Desk, version: int) -> BatchReply:
+    """The plan of one version and the groups it consumed."""
+    return desk.batch(version)

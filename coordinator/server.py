@@ -1,0 +1,70 @@
+"""The serving process: a socket, uvicorn around the application, an orderly end on SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import uvicorn
+from fastapi import FastAPI
+
+from coordinator.config import CoordinatorConfig
+from protocol.errors import E_CONFIG, LocalFault
+
+logger = logging.getLogger(__name__)
+
+#: Where a serving process says its address; admin commands read it.
+ADDRESS_FILE: Final = "serve.json"
+#: Longest wait for requests in progress when the process ends, in seconds.
+DRAIN_S: Final = 10
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any free one.
+
+    Raises:
+        LocalFault: ``E_CONFIG`` when the address cannot be had.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=512)
+    except OSError as error:
+        raise LocalFault(
+            E_CONFIG, f"cannot listen on {host}:{port}", got=str(error), hint="choose another one with --port"
+        ) from None
+
+
+def serve(app: FastAPI, config: CoordinatorConfig, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT, then finish the requests in progress and return."""
+    host, port = listener.getsockname()[:2]
+    url = f"http://{'[' + host + ']' if ':' in host else host}:{port}"
+    _write_address(config.directory, url)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, log_config=None, access_log=False, timeout_keep_alive=15, timeout_graceful_shutdown=DRAIN_S,
+            limit_concurrency=512, h11_max_incomplete_event_size=64 * 1024, server_header=False, lifespan="on",
+        )
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _already_noted)
+    on_ready(url)
+    logger.info("serving", extra={"url": url, "directory": str(config.directory)})
+    server.run(sockets=[listener])
+    logger.info("stopped")
+
+
+def _already_noted(_number: int, _frame: object) -> None:
+    """Uvicorn drains on the signal, and raises it once more when it is done; by then there is nothing left to do."""
+
+
+def _write_address(directory: Path, url: str) -> None:
+    target = directory / ADDRESS_FILE
+    scratch = target.with_suffix(".new")
+    scratch.write_text(json.dumps({"url": url, "pid": os.getpid()}) + "\n", encoding="ascii")
+    scratch.replace(target)
