@@ -120,7 +120,8 @@ def round_to_int8(bits: NDArray[Any]) -> NDArray[Any]:
     scale[scale == 0] = 1
     rounded = (np.rint(values / scale) * scale).astype(np.float32).view(np.uint32)
     nearest_even = (rounded + 0x7FFF + ((rounded >> 16) & 1)) >> 16
-    return nearest_even.astype(bits.dtype).reshape(bits.shape)
+    result: NDArray[Any] = nearest_even.astype(bits.dtype).reshape(bits.shape)
+    return result
 
 
 # -- engines ---------------------------------------------------------------------------------------------
@@ -300,5 +301,5 @@ def _prefix(rollout: Rollout, position: int, token: int, entries: int) -> Rollou
 def _join(first: Rollout, rest: Rollout) -> Rollout:
     """One rollout of a prefix and what the engine made after it; the first segment of ``rest`` continues the prefix."""
     columns = ("tokens", "head_lengths", "head_ids", "head_codes", "tail_codes", "token_codes")
-    joined = {name: np.concatenate([getattr(first, name), getattr(rest, name)]) for name in columns}
+    joined: dict[str, Any] = {name: np.concatenate([getattr(first, name), getattr(rest, name)]) for name in columns}
     return replace(rest, segments=first.segments + rest.segments[1:], **joined)
