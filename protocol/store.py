@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -156,6 +157,7 @@ class DirectoryStore:
         descriptor, name = tempfile.mkstemp(dir=self.path / "tmp")
         try:
             with os.fdopen(descriptor, "wb") as out:
+                os.fchmod(out.fileno(), 0o444)
                 out.write(data)
                 out.flush()
                 os.fsync(out.fileno())
@@ -204,6 +206,29 @@ class DirectoryStore:
     def presign_get(self, sha256: str, expires_s: int) -> PresignedRequest | None:
         """None: a directory serves no requests."""
         return None
+
+
+class CachedFetch:
+    """Fetches objects by hash and keeps them in a store of ours, so that a restart fetches only what is missing."""
+
+    def __init__(self, cache: Store, fetch: Callable[[str], bytes]):
+        self._cache, self._fetch = cache, fetch
+
+    def __call__(self, sha256: str) -> bytes:
+        """The object; what the source returns is kept only if its hash is right.
+
+        Raises:
+            AssayError: the errors of the source and of the cache, apart from damage in the cache.
+        """
+        try:
+            return self._cache.get(sha256)
+        except LocalFault as error:
+            if error.code not in (E_NOT_FOUND, E_OBJECT_HASH):
+                raise
+        data = self._fetch(sha256)
+        if hashlib.sha256(data).hexdigest() == sha256:
+            self._cache.put(data)
+        return data
 
 
 def sync_directory(path: Path) -> None:

@@ -64,6 +64,7 @@ class Segment:
     method: Method
     start: int
     end: int
+    width: int  #: bytes of a word
     positions: NDArray[Any] | None = None
     words: NDArray[Any] | None = None
 
@@ -221,10 +222,10 @@ def _read_head(cursor: Cursor) -> _Head:
 def _decode_segment(cursor: Cursor, head: _Head) -> Segment:
     words = _WORDS[head.width]
     if head.method is Method.SAME:
-        return Segment(head.method, head.start, head.end)
+        return Segment(head.method, head.start, head.end, head.width)
     if head.method is Method.FULL:
         rotated = decode_planes(cursor, head.count, head.planes[0], words)
-        return Segment(head.method, head.start, head.end, words=steps.rotate_right(rotated))
+        return Segment(head.method, head.start, head.end, head.width, words=steps.rotate_right(rotated))
     gaps = decode_planes(cursor, head.count, head.planes[0], _GAP_WORDS)
     folded = decode_planes(cursor, head.count, head.planes[1], words)
     positions = np.cumsum(gaps, dtype=np.uint64) + np.arange(head.count, dtype=np.uint64)
@@ -235,4 +236,4 @@ def _decode_segment(cursor: Cursor, head: _Head) -> Segment:
         )
     if (folded == words.type(2 ** (8 * head.width) - 1)).any():
         raise PeerFault(E_CHUNK, "a step of zero", expected="only changed words listed")
-    return Segment(head.method, head.start, head.end, positions.astype(_GAP_WORDS), folded)
+    return Segment(head.method, head.start, head.end, head.width, positions.astype(_GAP_WORDS), folded)

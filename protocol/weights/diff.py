@@ -36,6 +36,7 @@ from protocol.weights.streams import E_CHUNK
 ANCHOR_SEGMENT_BYTES: Final = 4 * 2**20
 #: A GAP segment larger than this share of its state is measured against FULL.
 _TRY_FULL_ABOVE: Final = 0.4
+_BLOCK_WORDS: Final = 2**18
 
 
 @dataclass(frozen=True)
@@ -177,10 +178,21 @@ def _changes(layout: Layout, old: State, new: State, start: int, end: int) -> tu
     folded: list[NDArray[Any]] = []
     for piece in layout.pieces(start, end):
         before, after = flat(old, piece), flat(new, piece)
-        changed = np.flatnonzero(before != after)
+        changed = _differing(before, after)
         positions.append(changed + piece.at)
         folded.append(steps.fold(before[changed], after[changed]))
     return np.concatenate(positions), np.concatenate(folded)
+
+
+def _differing(before: NDArray[Any], after: NDArray[Any]) -> NDArray[Any]:
+    """Indices at which two vectors differ; in blocks, so that the mask stays in the processor's cache."""
+    mask = np.empty(min(len(before), _BLOCK_WORDS), np.bool_)
+    found: list[NDArray[Any]] = []
+    for at in range(0, len(before), _BLOCK_WORDS):
+        block = slice(at, at + _BLOCK_WORDS)
+        differs = np.not_equal(before[block], after[block], out=mask[: len(before[block])])
+        found.append(np.flatnonzero(differs) + at)
+    return np.concatenate(found)
 
 
 def _segments(
@@ -198,10 +210,10 @@ def _segments(
                     E_CHUNK, "segments do not tile the state", expected=f"a segment from byte {at} within its run",
                     got=f"{segment.start} to {segment.end}",
                 )
-            if segment.words is not None and segment.words.dtype != runs[run][2]:
+            if segment.width != runs[run][2].itemsize:
                 raise PeerFault(
-                    E_CHUNK, "segment of another word size than its tensors", expected=runs[run][2],
-                    got=segment.words.dtype,
+                    E_CHUNK, "segment of another word size than its tensors", expected=runs[run][2].itemsize,
+                    got=segment.width,
                 )
             at = segment.end
             yield segment

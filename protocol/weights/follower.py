@@ -256,9 +256,10 @@ class CheckpointFollower:
         undo = apply_patch(self.layout, state, decode_diff(self.layout, self._chunks(refs), refs))
         try:
             self._check_root(link, state)
-        except BaseException:
+        except BaseException as error:
             undo.revert(state)
-            self._check_own(before, state)
+            if isinstance(error, PeerFault):
+                self._check_own(before, state)
             raise
         self._undo.append((before.version, undo))
         self._hold(link)

@@ -128,6 +128,8 @@ class Layout:
                     E_LAYOUT, "tensors are not sorted by name", expected=f"> {entries[-1].name}", got=tensor.name
                 )
             nbytes = math.prod(tensor.shape) * WORDS[tensor.dtype].itemsize
+            if math.prod(side or 1 for side in tensor.shape) > MAX_STATE_BYTES:
+                raise PeerFault(E_LAYOUT, f"shape of {tensor.name} too large", got=tensor.shape)
             entries.append(Entry(tensor.name, tensor.dtype, tuple(tensor.shape), offset, nbytes))
             offset += nbytes
             if offset > MAX_STATE_BYTES:
@@ -214,6 +216,24 @@ def check_state(layout: Layout, state: Mapping[str, NDArray[Any]]) -> None:
 def copy_state(state: Mapping[str, NDArray[Any]]) -> State:
     """A deep copy."""
     return {name: array.copy() for name, array in state.items()}
+
+
+def untie(tensors: Mapping[str, NDArray[Any]]) -> tuple[State, dict[str, str]]:
+    """Tensors without those that are the same memory as another, and aliases from their names to the one kept.
+
+    Kept is the first name in canonical order. Tensors that are merely equal are not tied.
+    """
+    state: State = {}
+    aliases: dict[str, str] = {}
+    kept: dict[tuple[int, tuple[int, ...], tuple[int, ...], str], str] = {}
+    for name, array in sorted(tensors.items()):
+        memory = (array.ctypes.data, array.shape, array.strides, array.dtype.str)
+        if array.size and memory in kept:
+            aliases[name] = kept[memory]
+        else:
+            kept[memory] = name
+            state[name] = array
+    return state, aliases
 
 
 def flat(state: Mapping[str, NDArray[Any]], piece: Piece) -> NDArray[Any]:

@@ -1,0 +1,216 @@
+"""Hostile chunks: everything is refused with a code of ours, before memory is spent on it."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import AssayError, PeerFault
+from protocol.messages import ChunkRef
+from protocol.weights.chunk import MAX_CHUNK_BYTES, ChunkWriter, Encoded, Kind, chunk_output, encode_full, encode_gap
+from protocol.weights.diff import decode_anchor, decode_diff, encode_anchor, encode_diff
+from protocol.weights.layout import Layout
+from tests.fakes.checkpoints import LAYOUT, changed, random_bits
+
+TINY = Layout.of({"a": ("BF16", (100,))})
+_OLD = random_bits(LAYOUT, np.random.default_rng(7))
+_DIFF = encode_diff(LAYOUT, _OLD, changed(_OLD, np.random.default_rng(8), 0.4, any_bits=True))
+_ANCHOR = encode_anchor(LAYOUT, _OLD)
+
+
+def chunk(*segments: bytes, magic: bytes = b"ASWC", version: int = 1, kind: int = 0, count: int | None = None) -> bytes:
+    head = struct.pack("<4sBBH", magic, version, kind, len(segments) if count is None else count)
+    return head + b"".join(segments)
+
+
+def segment(
+    start: int, length: int, method: int, width: int, planes: tuple[int, int], count: int, *streams: bytes
+) -> bytes:
+    return struct.pack("<QQBBBBI", start, length, method, width, *planes, count) + b"".join(streams)
+
+
+def stream(data: bytes, coder: int = 0) -> bytes:
+    return struct.pack("<BI", coder, len(data)) + data
+
+
+def zstd(data: bytes, **options: object) -> bytes:
+    return stream(zstandard.ZstdCompressor(**options).compress(data), 1)  # type: ignore[arg-type]
+
+
+GAP2 = (0, 200, 2, 2, (1, 1), 2)  # two changes among the 100 words of TINY
+_TWO = stream(b"\0\0")
+#: name -> (chunk, what the refusal says)
+BAD = {
+    "empty": (b"", "ends too early"),
+    "short header": (b"ASWC\1", "ends too early"),
+    "magic": (chunk(magic=b"ASWD"), "not a chunk"),
+    "version": (chunk(version=2), "not a chunk"),
+    "kind": (chunk(kind=2), "not a chunk"),
+    "anchor as diff": (chunk(kind=1), "wrong kind"),
+    "segments missing": (chunk(count=1), "ends too early"),
+    "trailing bytes": (chunk(segment(0, 200, 0, 2, (0, 0), 0)) + b"\0", "after the end"),
+    "unknown method": (chunk(segment(0, 200, 3, 2, (0, 0), 0)), "unknown segment method"),
+    "unknown width": (chunk(segment(0, 200, 0, 1, (0, 0), 0)), "word size"),
+    "no length": (chunk(segment(0, 0, 0, 2, (0, 0), 0)), "wrong length"),
+    "odd length": (chunk(segment(0, 199, 0, 2, (0, 0), 0)), "wrong length"),
+    "huge length": (chunk(segment(0, 2**63, 0, 2, (0, 0), 0)), "wrong length"),
+    "hole at the start": (chunk(segment(2, 198, 0, 2, (0, 0), 0)), "do not tile"),
+    "beyond the state": (chunk(segment(0, 202, 0, 2, (0, 0), 0)), "do not tile"),
+    "does not reach the end": (chunk(segment(0, 198, 0, 2, (0, 0), 0)), "do not cover"),
+    "overlap": (chunk(segment(0, 198, 0, 2, (0, 0), 0), segment(196, 4, 0, 2, (0, 0), 0)), "do not tile"),
+    "same with streams": (chunk(segment(0, 200, 0, 2, (1, 0), 0, stream(b""))), "do not fit"),
+    "same with a count": (chunk(segment(0, 200, 0, 2, (0, 0), 1)), "do not fit"),
+    "full with wrong count": (chunk(segment(0, 200, 1, 2, (0, 0), 99)), "do not fit"),
+    "full with 3 planes": (chunk(segment(0, 200, 1, 2, (3, 0), 100, *[stream(bytes(100))] * 3)), "do not fit"),
+    "gap without changes": (chunk(segment(0, 200, 2, 2, (0, 0), 0)), "do not fit"),
+    "more changes than words": (chunk(segment(0, 200, 2, 2, (0, 0), 101)), "do not fit"),
+    "5 gap planes": (chunk(segment(0, 200, 2, 2, (5, 0), 1, *[stream(b"\0")] * 5)), "do not fit"),
+    "gap out of the segment": (chunk(segment(*GAP2, stream(b"\x63\0"), _TWO)), "leads out"),
+    "gap far out": (chunk(segment(0, 200, 2, 2, (4, 0), 1, *[stream(b"\xff")] * 4)), "leads out"),
+    "step of zero": (chunk(segment(0, 200, 2, 2, (1, 2), 1, stream(b"\0"), *[stream(b"\xff")] * 2)), "step of zero"),
+    "raw stream too long": (chunk(segment(*GAP2, stream(b"\0\0\0"), _TWO)), "raw stream"),
+    "raw stream too short": (chunk(segment(*GAP2, stream(b"\0"), _TWO)), "raw stream"),
+    "stream beyond the chunk": (chunk(segment(*GAP2, struct.pack("<BI", 0, 2**32 - 1))), "ends too early"),
+    "unknown coder": (chunk(segment(*GAP2, stream(b"\0\0", 2), _TWO)), "unknown stream coder"),
+    "not zstd": (chunk(segment(*GAP2, stream(b"junk", 1), _TWO)), "not one zstd frame"),
+    "zstd of another length": (chunk(segment(*GAP2, zstd(bytes(3)), _TWO)), "zstd frame of the wrong length"),
+    "zstd bomb": (chunk(segment(*GAP2, zstd(bytes(2**26)), _TWO)), "zstd frame of the wrong length"),
+    "zstd without length": (
+        chunk(segment(*GAP2, zstd(bytes(2), write_content_size=False), _TWO)), "zstd frame of the wrong length"
+    ),
+    "two zstd frames": (
+        chunk(segment(*GAP2, stream(2 * zstandard.ZstdCompressor().compress(bytes(2)), 1), _TWO)), "not one zstd frame"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_malformed_chunks_are_refused(name: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(PeerFault, match=BAD[name][1]) as caught:
+            decode_diff(TINY, [BAD[name][0]])
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    assert caught.value.code == "E_CHUNK"
+
+
+def test_the_same_by_hand_is_accepted() -> None:
+    good = chunk(segment(*GAP2, zstd(b"\x05\x03"), stream(b"\x01\x00")))
+    patch = decode_diff(TINY, [good])
+    assert patch.segments[0].positions is not None
+    assert patch.segments[0].positions.tolist() == [5, 9]
+
+
+def test_a_lying_zstd_header_is_refused() -> None:
+    """A frame that states 2 bytes and holds 16 MiB of zeros in its blocks."""
+    frame = zstandard.ZstdCompressor(level=1).compress(bytes(2**24))
+    content = zstandard.get_frame_parameters(frame)
+    assert content.content_size == 2**24
+    at = frame.index((2**24).to_bytes(4, "little"))
+    lying = frame[:at] + (2).to_bytes(4, "little") + frame[at + 4 :]
+    with pytest.raises(PeerFault) as caught:
+        decode_diff(TINY, [chunk(segment(*GAP2, stream(lying, 1), _TWO))])
+    assert caught.value.code == "E_CHUNK"
+
+
+def test_segments_may_not_cross_word_sizes() -> None:
+    layout = Layout.of({"a": ("BF16", (2,)), "b": ("F32", (1,))})
+    for bad in (
+        chunk(segment(0, 8, 0, 2, (0, 0), 0)),
+        chunk(segment(0, 4, 0, 4, (0, 0), 0), segment(4, 4, 0, 4, (0, 0), 0)),
+        chunk(segment(0, 4, 0, 2, (0, 0), 0), segment(4, 2, 0, 2, (0, 0), 0), segment(6, 2, 0, 2, (0, 0), 0)),
+    ):
+        with pytest.raises(PeerFault) as caught:
+            decode_diff(layout, [bad])
+        assert caught.value.code == "E_CHUNK"
+    good = chunk(segment(0, 4, 0, 2, (0, 0), 0), segment(4, 4, 0, 4, (0, 0), 0))
+    assert decode_diff(layout, [good]).changed == 0
+
+
+def test_limits_hold() -> None:
+    everywhere = np.arange(2**25)
+    tall = encode_gap(0, 2**26, everywhere, np.zeros(2**25, "<u2"))
+    two = ChunkWriter(Kind.DIFF)
+    two._open = [tall, Encoded(tall.data, tall.output)]
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: chunk_output(bytes(MAX_CHUNK_BYTES + 1)), "chunk too large"),
+        (lambda: decode_diff(TINY, [two.finish()[0]]), "decodes to too much"),
+        (lambda: decode_diff(TINY, [_full()], [_ref(199)]), "more than its manifest says"),
+    ]
+    for call, message in cases:
+        with pytest.raises(PeerFault, match=message) as caught:
+            call()
+        assert caught.value.code == "E_CHUNK_LIMIT"
+    assert decode_diff(TINY, [_full()], [_ref(200)]).changed == 100
+
+
+def _full() -> bytes:
+    writer = ChunkWriter(Kind.DIFF)
+    writer.add(encode_full(0, np.arange(100, dtype="<u2")))
+    return writer.finish()[0]
+
+
+def _ref(max_output: int) -> ChunkRef:
+    return ChunkRef(sha256="0" * 64, size_bytes=1, max_output_bytes=max_output)
+
+
+@pytest.mark.parametrize("method", [0, 2])
+def test_an_anchor_never_leans_on_another_state(method: int) -> None:
+    body = segment(0, 200, method, 2, (0, 0), 1 if method else 0)
+    with pytest.raises(PeerFault) as caught:
+        decode_anchor([chunk(body, kind=1)], TINY)
+    assert caught.value.code == "E_CHUNK"
+
+
+def test_chunks_out_of_order_missing_or_twice_are_refused() -> None:
+    parts = [chunk(segment(at, 100, 0, 2, (0, 0), 0)) for at in (0, 100)]
+    assert decode_diff(TINY, parts).changed == 0
+    for bad in (parts[::-1], parts[:1], parts[1:], [*parts, parts[1]], [parts[0], parts[0]], []):
+        with pytest.raises(PeerFault) as caught:
+            decode_diff(TINY, bad)
+        assert caught.value.code == "E_CHUNK"
+
+
+def _attempt(diff: bytes | None, anchor: bytes | None) -> None:
+    """Decoding may fail, but only in our words."""
+    try:
+        if diff is not None:
+            decode_diff(LAYOUT, [diff])
+        if anchor is not None:
+            decode_anchor([anchor], LAYOUT)
+    except AssayError as error:
+        assert isinstance(error, PeerFault)  # noqa: PT017
+
+
+@given(st.data())
+def test_mutated_chunks_raise_only_our_errors(data: st.DataObject) -> None:
+    original = data.draw(st.sampled_from([_DIFF[0], _ANCHOR[0]]))
+    mutated = bytearray(original)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(mutated) - 1))
+        mutated[at] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(mutated)))
+    mutated = mutated[:cut] if data.draw(st.booleans()) else mutated
+    _attempt(bytes(mutated), bytes(mutated))
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_raise_only_our_errors(data: bytes) -> None:
+    _attempt(data, data)
+    _attempt(chunk(data, count=3), chunk(data, count=3, kind=1))
+
+
+def test_every_single_byte_flip_raises_only_our_errors() -> None:
+    for original in (_DIFF[0], _ANCHOR[0]):
+        for at in range(len(original)):
+            _attempt(original[:at] + bytes([original[at] ^ 0x55]) + original[at + 1 :], None)
+            _attempt(None, original[:at] + bytes([original[at] ^ 0x55]) + original[at + 1 :])
