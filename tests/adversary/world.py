@@ -1,0 +1,289 @@
+"""A whole run in memory and one temporary folder: real keys, real leases, real bundles, a tiny random model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import LlamaConfig
+
+from protocol import bundle as bundles
+from protocol.envelope import Envelope
+from protocol.evidence import Evidence
+from protocol.identity import Identity
+from protocol.messages import (
+    AuditPolicy,
+    BatchRules,
+    CheckpointManifest,
+    Commitment,
+    Environment,
+    Lease,
+    ModelSpec,
+    Profile,
+    Receipt,
+    Roles,
+    RunManifest,
+    SamplingRules,
+)
+from protocol.reference import ReferenceModel, load_config_model
+from protocol.rollout import Bundle, Segment, prompt_digest, rollout_seed
+from protocol.store import DirectoryStore
+from protocol.tasks import make_task
+from protocol.tokenizer import Tokenizer
+from protocol.weights.chain import publish
+from protocol.weights.layout import Layout, State, copy_state, write_safetensors
+from tests.adversary.generation import generate
+from tests.fakes.clock import FakeClock
+from verifier.checkpoints import CheckpointBook
+from verifier.findings import Judgement
+from verifier.model_shelf import ModelShelf
+from verifier.session import Session
+from verifier.states import StateRing
+from verifier.submission import Submission
+from verifier.tokens import Rewards
+
+RUN_ID = "ab" * 16
+VOCAB = 64
+EOS = 1
+PROFILE = Profile(name="torch-cpu-fp32", max_mean_kl_nano=2_000, max_token_kl_micro=20, max_margin_micro=20_000)
+
+
+def identity(name: str) -> Identity:
+    return Identity(hashlib.sha256(name.encode()).digest())
+
+
+ROOT, COORDINATOR, LEARNER, VERIFIER, NODE = (
+    identity(name) for name in ("root", "coordinator", "learner", "verifier", "node")
+)
+
+
+class World:
+    """Four published versions, one environment, one node; everything an attack needs to be set up honestly first."""
+
+    def __init__(self, folder: Path, *, max_new_tokens: int = 48, tie_rows: bool = False, versions: int = 4):
+        torch.set_num_threads(1)
+        self.folder = folder
+        self.clock = FakeClock()
+        self.store = DirectoryStore(folder / "store")
+        self.model_dir = _model_folder(folder / "model")
+        model = load_config_model(self.model_dir)
+        self.layout = _layout(model)
+        self.engine = ReferenceModel(model, self.layout)
+        self._honest: dict[str, Bundle] = {}
+        self.states: list[State] = []
+        self.checkpoints: list[tuple[CheckpointManifest, Envelope]] = []
+        rng = np.random.default_rng(7)
+        for _ in range(versions):
+            self._publish(rng, tie_rows=tie_rows)
+        self.run = self._manifest(max_new_tokens)
+        self.run_envelope = self.run.sign(ROOT)
+        self.book = CheckpointBook(self.run)
+        self.book.add(envelope for _, envelope in self.checkpoints)
+        self.rewards = Rewards(self.run, self.model_dir, self.store.get)
+        self.ring = StateRing(self.layout, self.book, self.store.get)
+        self.shelf = ModelShelf(self.model_dir, self.layout, self.ring)
+        self.session = Session(self.run, self.book, self.rewards, self.shelf)
+        self.task = make_task(self.run.environments[0], None, RUN_ID)
+        self.tokenizer = Tokenizer.load(self.model_dir)
+
+    @property
+    def rules(self) -> SamplingRules:
+        return self.run.sampling
+
+    def state(self, version: int) -> State:
+        return self.states[version]
+
+    # -- the coordinator's part --------------------------------------------------------------------------------
+
+    def lease(
+        self, group: int = 0, samples: Sequence[int] = (0, 1, 2, 3), start_version: int = 1, node: Identity = NODE,
+    ) -> Lease:
+        prompt = self.task.prompt_tokens(self.task.problem(group), self.tokenizer)
+        return Lease(
+            run_id=RUN_ID, lease_id=hashlib.md5(f"{group} {samples} {node.id}".encode()).hexdigest(), node_id=node.id,
+            environment="sort", group=group, samples=list(samples), prompt_tokens=prompt,
+            prompt_sha256=prompt_digest(prompt), start_version=start_version,
+            beacon=self.checkpoints[start_version][0].beacon, issued_at_ms=self.clock.now_ms(),
+            deadline_ms=self.clock.now_ms() + 60_000,
+        )
+
+    def seeds(self, lease: Lease) -> dict[int, bytes]:
+        return {s: rollout_seed(RUN_ID, lease.beacon, lease.prompt_sha256, lease.group, s) for s in lease.samples}
+
+    # -- the node's part ---------------------------------------------------------------------------------------
+
+    def generate(
+        self, lease: Lease, *, segments: Sequence[Segment] | None = None, states: Callable[[int], State] | None = None,
+        seeds: dict[int, bytes] | None = None, prompt: Sequence[int] | None = None, logits_hook=None,
+        max_new_tokens: int | None = None,
+    ) -> Bundle:
+        """An honest bundle, unless a keyword says otherwise."""
+        limit = max_new_tokens or self.rules.max_new_tokens
+        return generate(
+            self.engine, states or self.state, self.rules.model_copy(update={"max_new_tokens": limit}), prompt or lease.prompt_tokens, seeds or self.seeds(lease),
+            segments or [Segment(0, lease.start_version)], logits_hook=logits_hook,
+        )
+
+    def honest(self, lease: Lease) -> Bundle:
+        """What an honest node makes of the lease; made once."""
+        if lease.lease_id not in self._honest:
+            self._honest[lease.lease_id] = self.generate(lease)
+        return self._honest[lease.lease_id]
+
+    def submission(
+        self, lease: Lease, bundle: Bundle, *, signer: Identity = NODE, data: bytes | None = None, drawn: bool = True,
+        **commitment: object,
+    ) -> Submission:
+        """Commit, receive, hand over; keywords replace fields of the commitment."""
+        lease_envelope = lease.sign(COORDINATOR)
+        data = bundles.encode(bundle) if data is None else data
+        fields: dict[str, object] = {
+            "run_id": RUN_ID, "node_id": lease.node_id, "lease_id": lease.lease_id, "lease_sha256": lease_envelope.digest,
+            "bundle_root": bundles.bundle_root(bundle, lease_envelope.digest),
+            "object_sha256": hashlib.sha256(data).hexdigest(), "object_bytes": len(data),
+            "rollouts": len(bundle.rollouts), "tokens": sum(map(len, bundle.rollouts)), "profile": PROFILE.name,
+            "issued_at_ms": self.clock.now_ms(),
+        }
+        signed = Commitment.model_validate(fields | commitment).sign(signer)
+        receipt = Receipt(
+            run_id=RUN_ID, receipt_id=lease.lease_id, node_id=lease.node_id, lease_id=lease.lease_id,
+            commitment_sha256=signed.digest, object_sha256=str(fields["object_sha256"]), epoch=0,
+            epoch_key_sha256="00" * 32, received_at_ms=self.clock.now_ms(),
+        )
+        return Submission(lease_envelope, signed, receipt.sign(COORDINATOR), signer.public_key, data, drawn)
+
+    # -- the verifier's part -----------------------------------------------------------------------------------
+
+    def judge(self, submission: Submission) -> Judgement:
+        return self.session.judge([submission])[0]
+
+    def judge_honest(self, lease: Lease, **options) -> Judgement:
+        return self.judge(self.submission(lease, self.generate(lease, **options)))
+
+    def evidence(self, submission: Submission) -> Evidence:
+        return Evidence(
+            root_public_key=ROOT.public_key, node_public_key=submission.node_public_key, run_manifest=self.run_envelope,
+            lease=submission.lease, commitment=submission.commitment, receipt=submission.receipt, verdicts=(),
+            checkpoints=tuple(envelope for _, envelope in self.checkpoints), bundle=submission.bundle,
+        )
+
+    def checkpoint_folder(self, version: int) -> Path:
+        """A Hugging Face folder of one version."""
+        folder = self.folder / f"hf-{version}"
+        folder.mkdir(exist_ok=True)
+        for path in self.model_dir.iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+        write_safetensors(folder / "model.safetensors", self.layout, self.states[version])
+        return folder
+
+    # -- setting up --------------------------------------------------------------------------------------------
+
+    def _publish(self, rng: np.random.Generator, *, tie_rows: bool) -> None:
+        new = _first_state(self.layout, rng) if not self.states else _next_state(self.states[-1], rng)
+        if tie_rows:
+            new["model.embed_tokens.weight"][10:14] = new["model.embed_tokens.weight"][10]
+        version = publish(
+            self.store, LEARNER, RUN_ID, self.layout, self.checkpoints[-1] if self.states else None,
+            self.states[-1] if self.states else None, new, anchor=not self.states, clock=self.clock,
+            beacon=rng.bytes(32).hex(),
+        )
+        self.states.append(new)
+        self.checkpoints.append((version.manifest, version.envelope))
+        self.clock.advance(1)
+
+    def _manifest(self, max_new_tokens: int) -> RunManifest:
+        files = {path.name: self.store.put(path.read_bytes()) for path in self.model_dir.iterdir()}
+        return RunManifest(
+            run_id=RUN_ID, name="adversary", created_at_ms=0, expires_at_ms=self.clock.now_ms() + 10**9,
+            model=ModelSpec(name="tiny", layout_sha256=self.layout.sha256, files=files),
+            environments=[Environment(name="sort", kind="sort", params={"order": "ascending"})],
+            sampling=SamplingRules(
+                head_size=16, swap_grid=8, max_new_tokens=max_new_tokens, eos_token_ids=[EOS], vocab_size=VOCAB
+            ),
+            batch=BatchRules(groups_per_batch=2, group_size=8, samples_per_lease=4, max_lag_versions=3),
+            audit=AuditPolicy(), profiles=[PROFILE],
+            roles=Roles(
+                coordinator=COORDINATOR.public_key.hex(), learner=LEARNER.public_key.hex(),
+                verifiers=[VERIFIER.public_key.hex()],
+            ),
+        )
+
+
+def replaced(bundle: Bundle, index: int, **columns: object) -> Bundle:
+    """The bundle with some columns of one rollout replaced."""
+    rollouts = list(bundle.rollouts)
+    rollouts[index] = replace(rollouts[index], **columns)
+    return Bundle(tuple(rollouts))
+
+
+def quantised(state: State, bits: int = 8) -> State:
+    """Weights rounded to ``bits`` per row, then back to bf16: the cheap way to save memory."""
+    cheap = copy_state(state)
+    for name, words in cheap.items():
+        if words.ndim != 2:
+            continue
+        values = _from_bits(words)
+        scale = np.abs(values).max(axis=1, keepdims=True) / (2 ** (bits - 1) - 1)
+        cheap[name] = _to_bits(np.rint(values / scale) * scale)
+    return cheap
+
+
+def _from_bits(words: np.ndarray) -> np.ndarray:
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
+def _to_bits(values: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(values.astype(np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16).copy()
+
+
+def _first_state(layout: Layout, rng: np.random.Generator) -> State:
+    state = {}
+    for entry in layout.entries:
+        one_dimensional = len(entry.shape) == 1
+        values = np.ones(entry.shape) if one_dimensional else rng.normal(0, 0.25, entry.shape)
+        state[entry.name] = _to_bits(values)
+    return state
+
+
+def _next_state(state: State, rng: np.random.Generator) -> State:
+    """About what a step of AdamW does: most words stay, some move by a little."""
+    new = copy_state(state)
+    for name, words in new.items():
+        if words.ndim == 2:
+            values = _from_bits(words)
+            new[name] = _to_bits(values * (1 + 0.02 * rng.normal(size=values.shape)))
+    return new
+
+
+def _layout(model: torch.nn.Module) -> Layout:
+    names: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in model.state_dict().items():
+        first = names.setdefault(tensor.data_ptr(), name)
+        if first != name:
+            aliases[name] = first
+    tensors = {name: ("BF16", tuple(model.state_dict()[name].shape)) for name in names.values()}
+    return Layout.of(tensors, aliases)
+
+
+def _model_folder(folder: Path) -> Path:
+    """config.json and a tokenizer of single characters."""
+    LlamaConfig(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=0, eos_token_id=EOS,
+    ).save_pretrained(folder)
+    words = ["<pad>", "<eos>", "<unk>", *"><~=abcdefghijklmnopqrstuvwxyz"]
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<pad>", "<eos>", "<unk>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "pad_token": "<pad>"}))
+    return folder
