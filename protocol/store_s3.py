@@ -147,7 +147,7 @@ def _ask(what: str, sha256: str, call: Callable[[], _T], quiet: frozenset[str] =
             return None
         if name in _ABSENT:
             raise missing(sha256) from None
-        if status >= 500 or status == 429:
+        if status >= 500 or status in (409, 429):  # 409: two conditional writes at once
             raise Transient(E_UNREACHABLE, f"the object store cannot {what} now", got=str(error)) from None
         raise LocalFault(
             E_STORE, f"the object store refused to {what}", got=str(error), hint="check bucket, rights and credentials"
