@@ -137,9 +137,10 @@ def kl_of_heads(rollout: Rollout, logp_TV: NDArray[Any], rules: SamplingRules) -
     """(T,) KL(q || p) in nats of the heads' q, tail as one symbol, against log-probabilities (T, V)."""
     rows_N = np.repeat(np.arange(len(rollout)), rollout.head_lengths)
     logq_N, logp_N = head_logprobs(rollout, rules), logp_TV[rows_N, rollout.head_ids]
-    kl_T: NDArray[np.float64] = np.bincount(rows_N, np.exp(logq_N) * (logq_N - logp_N), minlength=len(rollout))
-    tail_T = np.clip(1 - np.bincount(rows_N, np.exp(logp_N), minlength=len(rollout)), 1e-300, None)
-    logq_T = tail_logprobs(rollout, rules)
-    held_T = np.isfinite(logq_T)
-    kl_T[held_T] += (np.exp(logq_T) * (logq_T - np.log(tail_T)))[held_T]
+    kl_T, held_T = np.zeros(len(rollout)), np.zeros(len(rollout))
+    np.add.at(kl_T, rows_N, np.exp(logq_N) * (logq_N - logp_N))
+    np.add.at(held_T, rows_N, np.exp(logp_N))
+    logq_T, logp_T = tail_logprobs(rollout, rules), np.log(np.clip(1 - held_T, 1e-300, None))
+    tails = np.isfinite(logq_T)
+    kl_T[tails] += np.exp(logq_T[tails]) * (logq_T[tails] - logp_T[tails])
     return kl_T
