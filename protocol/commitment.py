@@ -61,8 +61,8 @@ def _frame_bytes(rollout: Rollout) -> bytes:
 
 
 def _chunk_bytes(rollout: Rollout, first: int, last: int, start: int, end: int) -> bytes:
-    """Little-endian columns of tokens ``first`` to ``last``, whose head entries are ``start`` to ``end``."""
-    return b"".join(
+    """Number of tokens, then columns of tokens ``first`` to ``last``, whose head entries are ``start`` to ``end``."""
+    return bytes([last - first]) + b"".join(
         column.astype(dtype, copy=False).tobytes()
         for column, dtype in (
             (rollout.tokens[first:last], "<u4"), (rollout.token_codes[first:last], "<u2"),
