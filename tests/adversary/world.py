@@ -263,14 +263,10 @@ def _next_state(state: State, rng: np.random.Generator) -> State:
 
 
 def _layout(model: torch.nn.Module) -> Layout:
-    names: dict[int, str] = {}
-    aliases: dict[str, str] = {}
+    stored: dict[int, str] = {}
     for name, tensor in model.state_dict().items():
-        first = names.setdefault(tensor.data_ptr(), name)
-        if first != name:
-            aliases[name] = first
-    tensors = {name: ("BF16", tuple(model.state_dict()[name].shape)) for name in names.values()}
-    return Layout.of(tensors, aliases)
+        stored.setdefault(tensor.data_ptr(), name)
+    return Layout.of({name: ("BF16", tuple(model.state_dict()[name].shape)) for name in stored.values()})
 
 
 def _model_folder(folder: Path) -> Path:

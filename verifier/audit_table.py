@@ -1,0 +1,72 @@
+"""An audit for human eyes: a table of checks, the first failing token, likely causes, how to do it again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from verifier.audit import Audit
+from verifier.causes import likely_causes
+
+_STYLE = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
+
+
+def print_audit(result: Audit, file: Path, checkpoints: list[Path], data: list[Path], *, pinned: bool) -> None:
+    """Write the audit to the terminal."""
+    console = Console(highlight=False)
+    lease, judgement = result.lease, result.judgement
+    say = partial(console.print, soft_wrap=True)
+    say(f"run      {escape(result.run.name)} ({result.run.run_id})")
+    say(f"root key {result.root} ({'as given' if pinned else 'NOT pinned: compare it, or pass --root'})")
+    say(f"node     {result.node_id}")
+    say(
+        f"lease    {lease.lease_id}: {escape(lease.environment)}, group {lease.group}, samples {lease.samples}, "
+        f"version {lease.start_version}"
+    )
+    console.print(_table(result))
+    for verdict in result.verdicts:
+        say(f"verdict in the file: {verdict.outcome} {verdict.code or ''} by {verdict.verifier_id[:16]}")
+    if not result.recomputed:
+        say("The model was not asked (T2) and the reward not recomputed: give --checkpoint for that.")
+    style = _STYLE[judgement.outcome]
+    say(f"[{style}]{judgement.outcome.upper()}[/] {judgement.code or ''} after {', '.join(judgement.tiers)}")
+    _print_failure(say, result)
+    say(f"again: {escape(_command(result, file, checkpoints, data))}")
+
+
+def _table(result: Audit) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "check", "expected", "got"):
+        table.add_column(column, overflow="fold")
+    for finding in result.judgement.findings:
+        mark = "[green]ok[/]" if finding.ok else "[red]FAIL[/]"
+        table.add_row(mark, finding.check, escape(finding.expected), escape(finding.got))
+    return table
+
+
+def _print_failure(say: Callable[[str], None], result: Audit) -> None:
+    first = result.first_failure
+    if first is None:
+        return
+    if first.position is not None:
+        say(f"first failing token: sample {first.sample}, position {first.position} ({first.check})")
+    causes = likely_causes(result.judgement.code)
+    if causes:
+        say("likely causes, likeliest first:")
+        for cause in causes:
+            say(f"  - {escape(cause)}")
+
+
+def _command(result: Audit, file: Path, checkpoints: list[Path], data: list[Path]) -> str:
+    words = ["assay", "audit", str(file), "--root", result.root]
+    for path in checkpoints:
+        words += ["--checkpoint", str(path)]
+    for path in data:
+        words += ["--data", str(path)]
+    return shlex.join(words)
