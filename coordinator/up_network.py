@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import httpx
@@ -99,6 +100,7 @@ class Network:
         self._wait_until_ready()
         keys = self.folder.coordinator / "keys"
         settings = [f"--set={name}={value}" for name, value in self.preset.learner.items()]
+        settings.append(f"--set=seed={self.choices.seed}")
         common = ["--coordinator", self.url, "--root", self.link.root]
         store = f"dir:{self.folder.coordinator / 'store'}"
         self._supervisor.start(self._child("learner", [
@@ -112,7 +114,10 @@ class Network:
 
     def watch(self) -> bool:
         """Keep the network going; True when the run is complete, False when it was stopped or ran out of time."""
-        seats = [Seat(self._plan(name), self._supervisor, self._enrol, lambda: False) for name in self.honest]
+        seats = [
+            Seat(self._plan(name), self._supervisor, self._enrol, partial(self._is_banned, name))
+            for name in self.honest
+        ]
         drills = DrillRow(self.choices.drills, self._drill_plan, self._supervisor, self._enrol, self.look)
         while not self.asked_to_stop:
             self._supervisor.poll()
@@ -181,6 +186,7 @@ class Network:
         arguments = [
             "coordinator", "init", str(self.folder.coordinator), "--preset", choices.preset,
             "--model", str(self.folder.model), "--port", str(choices.port), "--host", "127.0.0.1",
+            "--seed", str(choices.seed),
         ]
         if choices.task is not None:
             arguments += ["--task", choices.task]
@@ -193,6 +199,11 @@ class Network:
     def _plan(self, name: str, attack: str | None = None) -> NodePlan:
         batch = self.preset.up.node_batch if attack is None else self.preset.up.cheater_batch
         return NodePlan(name, self.link.format(), self.folder.home(name), self.folder.log(name), batch, attack)
+
+    def _is_banned(self, name: str) -> bool:
+        """Whether a node was put out; an honest one that is stays out, and the summary says so."""
+        status = self._look_if_there()
+        return status is not None and any(n.name == name and n.state == "banned" for n in status.nodes)
 
     def _drill_plan(self, attack: str) -> NodePlan:
         return self._plan(f"mallory-{attack}", attack)

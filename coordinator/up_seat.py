@@ -38,7 +38,9 @@ class NodePlan:
 
     def run(self) -> Child:
         """The process that generates."""
-        arguments = ["node", "run", "--home", str(self.home), "--batch", str(self.batch), "--threads", "1"]
+        arguments = [
+            "node", "run", "--home", str(self.home), "--batch", str(self.batch), "--threads", "1", "--log", "-",
+        ]
         if self.attack is not None:
             arguments += ["--drill", self.attack]
         return Child(self.name, arguments, self.log)
