@@ -30,6 +30,7 @@ from protocol.messages import RunManifest
 _LOG = logging.getLogger(__name__)
 
 _IDLE_S: Final = 0.05  #: longest pause of an engine without work
+_DRAIN_SHARES: Final = (0.7, 0.9, 1.0)  #: shares of the drain's time until generating, uploading and all is over
 _JOIN_S: Final = 5.0  #: longest wait for a background thread at the end
 
 
@@ -89,7 +90,7 @@ class Daemon:
     def abort(self) -> None:
         """End at once; finished work stays in the spool."""
         self._aborted = True
-        self.health.end(Outcome.FAULT, "told twice to end")
+        self.health.end(Outcome.FAULT, "told twice to end", at_once=True)
 
     def look(self) -> dict[str, Any]:
         """What the daemon is doing, for status.json."""
@@ -186,15 +187,16 @@ class Daemon:
         ending = self.health.ending
         if self._aborted or ending is None or ending[0] is not Outcome.DONE:
             return
-        deadline = self._parts.clock.monotonic() + self._parts.config.drain_timeout_s
+        now, timeout_s = self._parts.clock.monotonic(), self._parts.config.drain_timeout_s
+        generate_until, upload_until, deadline = (now + share * timeout_s for share in _DRAIN_SHARES)
         if ending[1] == RUN_COMPLETE:
             self._give_up(_every, RUN_COMPLETE)
         self._hand_back_unstarted()
         _LOG.info("draining: %s", ending[1], extra={"open_samples": self._workload.open_samples})
-        while self._workload.open_samples and self._time_left(deadline) > 0:
+        while self._workload.open_samples and self._time_left(generate_until) > 0:
             self._turn()
         self._give_up(_every, "node ends")
-        while self._uploader.backlog and self._time_left(deadline) > 0:
+        while self._uploader.backlog and self._time_left(upload_until) > 0:
             self.health.stopping.wait(_IDLE_S)
         self._catch_up(deadline)
 
@@ -205,14 +207,16 @@ class Daemon:
         self._give_up(lambda unit: waiting.issuperset(unit.request_keys()), "node ends")
 
     def _catch_up(self, deadline: float) -> None:
-        """Hold the newest version, and have handed back what was given up, before the end."""
-        while self._time_left(deadline) > 0:
+        """Hold the newest version, and have handed back what was given up, before the end. Tries at least once."""
+        while not self._aborted:
             try:
                 self._leaser.hand_back()
                 self._parts.weights.poll(self._parts.clock.now_ms())
                 return
             except Transient as error:
                 self.health.fault("end", error)
+                if self._time_left(deadline) <= 0:
+                    return
                 self.health.stopping.wait(_IDLE_S)
             except AssayError as error:
                 self.health.fault("end", error)

@@ -93,10 +93,10 @@ class Health:
 
     # -- the end -----------------------------------------------------------------------------------------
 
-    def end(self, outcome: Outcome, why: str) -> None:
-        """The daemon is to end; the first reason stands."""
+    def end(self, outcome: Outcome, why: str, *, at_once: bool = False) -> None:
+        """The daemon is to end; the first reason stands, unless a later one is ``at_once``."""
         with self._lock:
-            if self._ending is None:
+            if self._ending is None or at_once:
                 self._ending = (outcome, why)
 
     @property

@@ -68,7 +68,9 @@ class Leaser(Worker):
             return _IDLE_S
         room = self._target - self._workload.open_samples
         if self._request is None and room < self._batch:
-            return _SOON_S
+            self._workload.room.wait(_SOON_S)
+            self._workload.room.clear()
+            return 0.0
         return self._ask(room)
 
     def hand_back(self) -> None:
@@ -130,7 +132,7 @@ class Leaser(Worker):
         for envelope in reply.leases:
             self._consider(envelope)
         self.health.trouble("coordinator", reply.why or None if not reply.leases else None)
-        return max(_SOON_S, reply.retry_after_ms / 1000)
+        return reply.retry_after_ms / 1000 if reply.leases else max(_SOON_S, reply.retry_after_ms / 1000)
 
     def _consider(self, envelope: Envelope) -> None:
         """Accept a lease, or refuse it by name and hand it back if it is at least signed by the coordinator."""

@@ -17,7 +17,8 @@ class Workload:
         self._units: dict[str, Unit] = {}
         self._incoming: list[Unit] = []
         self._returns: dict[str, str] = {}
-        self.news = threading.Event()  #: set when there is something to take or to hand back
+        self.news = threading.Event()  #: set when there is something to take
+        self.room = threading.Event()  #: set when there is room for work, or something to hand back
 
     @property
     def open_samples(self) -> int:
@@ -53,7 +54,9 @@ class Workload:
             if unit is None:
                 return None
             unit.rollouts[done.request.sample] = done.rollout
-            return self._units.pop(unit.id) if unit.complete else None
+            complete = self._units.pop(unit.id) if unit.complete else None
+        self.room.set()
+        return complete
 
     def give_up(self, which: Callable[[Unit], bool], reason: str) -> list[Unit]:
         """Remove the units that ``which`` picks, to be handed back for ``reason``; they are returned."""
@@ -64,14 +67,14 @@ class Workload:
                 self._returns[unit.id] = reason
             self._incoming = [unit for unit in self._incoming if unit.id in self._units]
         if picked:
-            self.news.set()
+            self.room.set()
         return picked
 
     def refuse(self, lease_id: str, reason: str) -> None:
         """Hand a lease back that was never accepted."""
         with self._lock:
             self._returns[lease_id] = reason
-        self.news.set()
+        self.room.set()
 
     def take_returns(self) -> dict[str, str]:
         """Lease ids to hand back, with the reason of each."""

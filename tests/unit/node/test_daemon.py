@@ -1,0 +1,321 @@
+"""The daemon with a coordinator in this process: work, weights, draining, refusals, recovery."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from node.engine import Request
+from node.health import Outcome
+from protocol.bundle import bundle_root, decode
+from protocol.errors import LocalFault
+from protocol.identity import Identity
+from protocol.rollout import rollout_seed
+from protocol.sampler import replay
+from tests.unit.node.office import (
+    COORDINATOR,
+    NODE,
+    RUN_ID,
+    FakeCoordinator,
+    banned,
+    make_daemon,
+    run_manifest,
+    state_of,
+    unreachable,
+)
+
+STRANGER = Identity(b"\7" * 32)
+
+
+@pytest.fixture
+def office() -> FakeCoordinator:
+    office = FakeCoordinator()
+    office.publish(state_of(0))
+    return office
+
+
+def status(path: Path) -> dict[str, object]:
+    value: dict[str, object] = json.loads((path / "status.json").read_bytes())
+    return value
+
+
+def test_a_run_from_the_first_lease_to_the_last_version(tmp_path: Path, office: FakeCoordinator) -> None:
+    office.offer(*(office.lease_of(i) for i in range(12)))
+    office.complete_after = 12
+
+    def publish_now_and_then() -> None:
+        if len(office.commitments) in (3, 6, 12):
+            office.publish(state_of(len(office.manifests)))
+
+    office.on_submit = publish_now_and_then
+    daemon, engine = make_daemon(tmp_path, office)
+    assert daemon.run() is Outcome.DONE
+    assert sorted(office.commitments) == sorted(office.given)
+    assert not office.returned
+    for lease_id, (commitment,) in office.commitments.items():
+        lease = office.given[lease_id]
+        bundle = decode(office.store.get(commitment.object_sha256), office.run.sampling)
+        digest = hashlib.sha256(lease.to_payload()).hexdigest()
+        assert commitment.lease_sha256 == digest
+        assert commitment.bundle_root == bundle_root(bundle, digest)
+        assert [rollout.sample for rollout in bundle.rollouts] == lease.samples
+        for rollout in bundle.rollouts:
+            seed = rollout_seed(RUN_ID, lease.beacon, lease.prompt_sha256, lease.group, rollout.sample)
+            assert replay(rollout, seed, office.run.sampling) is None
+    last = office.manifest(3)
+    state = json.loads((tmp_path / "state.json").read_bytes())
+    assert (state["version"], state["state_root"]) == (3, last.state_root)
+    found = status(tmp_path)
+    assert found["state"] == "stopped"
+    assert found["why"] == "run complete"
+    assert found["accepted"] == 3
+    assert found["tokens"] == engine.tokens
+    assert len((tmp_path / "receipts.jsonl").read_text().splitlines()) == 12
+
+
+def test_draining_finishes_what_is_begun_and_hands_the_rest_back(tmp_path: Path, office: FakeCoordinator) -> None:
+    office.offer(*(office.lease_of(i) for i in range(40)))
+    daemon, engine = make_daemon(tmp_path, office, prefetch=2.0)
+
+    def drain_when_full() -> None:
+        while not engine.tokens:
+            threading.Event().wait(0.01)
+        engine.stuck = True
+        while daemon._workload.open_samples < 8:
+            threading.Event().wait(0.01)
+        daemon.drain()
+        while not daemon.health.draining.is_set():
+            threading.Event().wait(0.01)
+        engine.stuck = False
+
+    threading.Thread(target=drain_when_full).start()
+    assert daemon.run() is Outcome.DONE
+    assert office.commitments
+    assert office.commitments.keys() | office.returned.keys() == office.given.keys()
+    assert not office.commitments.keys() & office.returned.keys()
+    assert set(office.returned.values()) == {"node ends"}
+
+
+def test_draining_gives_up_at_its_deadline(tmp_path: Path, office: FakeCoordinator) -> None:
+    office.offer(office.lease_of(0))
+    daemon, engine = make_daemon(tmp_path, office, drain_timeout_s=0.2)
+    taken = engine.submit
+
+    def take_and_hang(requests: Sequence[Request]) -> None:
+        taken(requests)
+        engine.step()
+        engine.stuck = True
+        daemon.drain()
+
+    engine.submit = take_and_hang  # type: ignore[method-assign]
+    assert daemon.run() is Outcome.DONE
+    assert office.returned == {office.lease_of(0).lease_id: "node ends"}
+
+
+def test_told_twice_it_ends_at_once_and_keeps_finished_work(tmp_path: Path, office: FakeCoordinator) -> None:
+    office.offer(*(office.lease_of(i) for i in range(4)))
+    office.fail("upload", *(unreachable() for _ in range(100)))
+    daemon, _ = make_daemon(tmp_path, office)
+
+    def stop_when_spooled() -> None:
+        while not list(tmp_path.glob("spool/0*")):
+            threading.Event().wait(0.01)
+        daemon.drain()
+        daemon.abort()
+
+    threading.Thread(target=stop_when_spooled).start()
+    assert daemon.run() is Outcome.FAULT
+    kept = {path.name for path in tmp_path.glob("spool/0*")}
+    assert kept
+    assert not office.commitments
+    before = {name: (tmp_path / "spool" / name / "commitment.json").read_bytes() for name in kept}
+    office.trouble.clear()
+    office.complete_after = len(kept)
+    again, _ = make_daemon(tmp_path, office)
+    assert again.run() is Outcome.DONE
+    for name, payload in before.items():
+        assert office.commitments[name][0].to_payload() == payload
+    assert not list(tmp_path.glob("spool/0*"))
+
+
+def test_a_submission_that_timed_out_is_repeated_word_for_word(tmp_path: Path, office: FakeCoordinator) -> None:
+    office.offer(office.lease_of(0))
+    office.complete_after = 1
+    answered = []
+
+    def lose_the_answer() -> None:
+        answered.append(1)
+        if len(answered) < 3:
+            raise unreachable()
+
+    office.on_submit = lose_the_answer
+    daemon, _ = make_daemon(tmp_path, office)
+    assert daemon.run() is Outcome.DONE
+    (commitments,) = office.commitments.values()
+    assert len(commitments) == 3
+    assert len({commitment.to_payload() for commitment in commitments}) == 1
+
+
+def test_a_lost_lease_request_is_asked_again_with_its_nonce(tmp_path: Path, office: FakeCoordinator) -> None:
+    office.offer(office.lease_of(0))
+    office.fail("lease", unreachable(), unreachable())
+    office.complete_after = 1
+    daemon, _ = make_daemon(tmp_path, office)
+    assert daemon.run() is Outcome.DONE
+    assert len({request.nonce for request in office.lease_requests[:3]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"key": STRANGER}, "E_SIGNATURE"),
+        ({"run_id": "00" * 16}, "E_WRONG_RUN"),
+        ({"node_id": STRANGER.id}, "E_LEASE_NODE"),
+        ({"environment": "poems"}, "E_LEASE_ENVIRONMENT"),
+        ({"samples": [1, 1]}, "E_LEASE_SAMPLES"),
+        ({"samples": [3, 4]}, "E_LEASE_SAMPLES"),
+        ({"prompt_sha256": "0" * 64}, "E_LEASE_PROMPT"),
+        ({"prompt_tokens": [3, 48]}, "E_LEASE_PROMPT"),
+        ({"beacon": "0" * 64}, "E_LEASE_BEACON"),
+        ({"start_version": 9}, "E_LEASE_VERSION"),
+        ({"start_version": 0}, "E_LEASE_VERSION"),
+        ({"deadline_ms": 1}, "E_EXPIRED"),
+    ],
+    ids=["key", "run", "node", "environment", "twice", "group", "hash", "token", "beacon", "future", "stale", "late"],
+)
+def test_leases_it_must_not_obey_are_refused_by_name(
+    tmp_path: Path, office: FakeCoordinator, change: dict[str, object], code: str
+) -> None:
+    for version in range(1, 4):
+        office.publish(state_of(version))
+    changes = dict(change)
+    key = changes.pop("key", COORDINATOR)
+    assert isinstance(key, Identity)
+    office.offer(office.lease_of(0, **changes), key=key)
+    office.offer(office.lease_of(1))
+    office.complete_after = 1
+    daemon, _ = make_daemon(tmp_path, office)
+    assert daemon.run() is Outcome.DONE
+    assert list(office.commitments) == [f"{1:032x}"]
+    assert daemon.health.snapshot()["refusals"] == {code: 1}
+    ours = code not in {"E_SIGNATURE", "E_WRONG_RUN"}
+    assert office.returned == ({f"{0:032x}": code} if ours else {})
+
+
+def test_a_lease_the_engine_cannot_obey_goes_back(tmp_path: Path, office: FakeCoordinator) -> None:
+    office.offer(office.lease_of(0), office.lease_of(1))
+    office.complete_after = 1
+    daemon, engine = make_daemon(tmp_path, office)
+
+    def check(request: Request) -> None:
+        if request.key.startswith(f"{0:032x}"):
+            raise LocalFault("E_ENGINE_REQUEST", "too long")
+
+    engine.check = check  # type: ignore[method-assign]
+    assert daemon.run() is Outcome.DONE
+    assert office.returned == {f"{0:032x}": "E_ENGINE_REQUEST"}
+
+
+def test_a_lease_of_a_newer_version_makes_it_catch_up_first(tmp_path: Path, office: FakeCoordinator) -> None:
+    daemon, _ = make_daemon(tmp_path, office)
+    daemon._watcher.work()
+    office.publish(state_of(1))
+    daemon._leaser._consider(office.lease_of(0).sign(COORDINATOR))
+    assert [unit.lease.start_version for unit in daemon._workload.units()] == [1]
+
+
+def test_a_banned_node_says_so(tmp_path: Path, office: FakeCoordinator) -> None:
+    office.fail("lease", banned())
+    daemon, _ = make_daemon(tmp_path, office)
+    assert daemon.run() is Outcome.REFUSED
+    assert "banned" in str(status(tmp_path)["why"])
+
+
+def test_a_ban_found_in_the_record_ends_it_too(tmp_path: Path, office: FakeCoordinator) -> None:
+    office.record = {"state": "banned", "ban_code": "E_REPLAY", "ban_reason": "another token"}
+    daemon, _ = make_daemon(tmp_path, office)
+    assert daemon.run() is Outcome.REFUSED
+    assert "E_REPLAY" in str(status(tmp_path)["why"])
+
+
+def test_a_broken_engine_hands_everything_back(tmp_path: Path, office: FakeCoordinator) -> None:
+    office.offer(office.lease_of(0))
+    daemon, engine = make_daemon(tmp_path, office)
+    engine.fails = LocalFault("E_ENGINE", "out of memory")
+    assert daemon.run() is Outcome.FAULT
+
+
+def test_it_says_why_it_is_idle(tmp_path: Path) -> None:
+    office = FakeCoordinator()
+    daemon, _ = make_daemon(tmp_path, office)
+    thread = threading.Thread(target=daemon.run)
+    thread.start()
+    assert _wait_for(tmp_path, "no weights yet")
+    office.publish(state_of(0))
+    assert _wait_for(tmp_path, "nothing to do")
+    daemon._parts.home.pause(paused=True)
+    assert _wait_for(tmp_path, "paused by its owner")
+    office.fail("head", *(unreachable() for _ in range(50)))
+    assert _wait_for(tmp_path, "E_UNREACHABLE")
+    daemon.drain()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not office.given
+
+
+def _wait_for(home: Path, text: str) -> bool:
+    for _ in range(1000):
+        if (home / "status.json").exists() and text in str(status(home)["why"]):
+            return True
+        threading.Event().wait(0.01)
+    return False
+
+
+def test_a_bug_in_a_thread_ends_the_daemon(tmp_path: Path, office: FakeCoordinator) -> None:
+    daemon, _ = make_daemon(tmp_path, office)
+    office.leases = None  # type: ignore[assignment]
+    assert daemon.run() is Outcome.FAULT
+
+
+def test_work_the_coordinator_will_not_take_is_dropped_and_counted(tmp_path: Path, office: FakeCoordinator) -> None:
+    from protocol.errors import PeerFault
+
+    office.offer(office.lease_of(0), office.lease_of(1))
+    office.fail("submit", PeerFault("E_LEASE_EXPIRED", "too late"))
+    office.complete_after = 1
+    daemon, _ = make_daemon(tmp_path, office)
+    assert daemon.run() is Outcome.DONE
+    assert daemon.health.snapshot()["refusals"] == {"E_LEASE_EXPIRED": 1}
+    assert not list(tmp_path.glob("spool/*"))
+
+
+def test_weights_are_taken_up_again_after_a_restart(tmp_path: Path, office: FakeCoordinator) -> None:
+    office.publish(state_of(1))
+    office.complete_after = 0
+    daemon, _ = make_daemon(tmp_path, office)
+    assert daemon.run() is Outcome.DONE
+    office.fail("fetch", *(unreachable() for _ in range(5)))
+    again, _ = make_daemon(tmp_path, office)
+    assert again._parts.weights.newest() == 1
+
+
+def test_two_daemons_do_not_share_a_home(tmp_path: Path, office: FakeCoordinator) -> None:
+    daemon, _ = make_daemon(tmp_path, office)
+    home = daemon._parts.home
+    with home.locked(), pytest.raises(LocalFault) as caught, home.locked():
+        pass
+    assert caught.value.code == "E_HOME"
+
+
+def test_the_run_it_checks_against_is_the_pinned_one(tmp_path: Path, office: FakeCoordinator) -> None:
+    home = make_daemon(tmp_path, office)[0]._parts.home
+    forged = run_manifest(name="another").sign(STRANGER)
+    (tmp_path / "manifest.json").write_bytes(forged.to_bytes())
+    with pytest.raises(Exception, match="E_SIGNATURE"):
+        home.manifest()
+    assert home.identity().id == NODE.id
