@@ -54,7 +54,7 @@ class Preset(_Frozen):
     batch: BatchRules
     audit: AuditPolicy
     profiles: tuple[Profile, ...]
-    learner: dict[str, str | int | float]  #: overrides of the learner's configuration, keys as in ``--set``
+    learner: dict[str, str | int | float]  #: the learner's settings, keys as in ``learner run --set``
     up: UpPreset
 
     def sampling_rules(self, eos_token_ids: list[int], vocab_size: int) -> SamplingRules:
@@ -74,7 +74,7 @@ TINY: Final = Preset(
     ),
     audit=AuditPolicy(ramp=20, floor_ppm=50_000, epoch_ms=60_000),
     profiles=(TORCH_CPU_FP32,),
-    learner={"lr": 3e-4, "loss.preset": "tis"},
+    learner={"optim.lr": 3e-4, "loss.preset": "tis"},
     up=UpPreset(node_batch=16, cheater_batch=4, time_limit_s=290),
 )
 
@@ -88,7 +88,7 @@ SMOLLM2: Final = Preset(
     ),
     audit=AuditPolicy(ramp=20, floor_ppm=50_000, epoch_ms=300_000),
     profiles=(TORCH_CPU_FP32,),
-    learner={"lr": 1e-5, "loss.preset": "tis"},
+    learner={"optim.lr": 1e-5, "loss.preset": "tis"},
     up=UpPreset(node_batch=8, cheater_batch=2, time_limit_s=1_440),
 )
 

@@ -32,8 +32,8 @@ class SortTask:
     """Sorting or reversing.
 
     Parameters: ``order`` (ascending, descending, reverse, mixed), ``min_length``, ``max_length`` (symbols in a
-    problem), ``alphabet`` (how many different symbols), ``score`` (``exact``: all or nothing; ``fraction``: the
-    part of positions that are right, 0 when the length is wrong).
+    problem, all different), ``alphabet`` (symbols to choose from), ``score`` (``exact``: all or nothing;
+    ``fraction``: the part of positions that are right, 0 when the length is wrong).
     """
 
     def __init__(self, environment: Environment, run_id: str) -> None:
@@ -41,16 +41,16 @@ class SortTask:
         self._environment, self._run_id = environment, run_id
         self._order = choice_param(environment, "order", "ascending", (*OPERATORS, "mixed"))
         self._alphabet = int_param(environment, "alphabet", 10, 2, len(SYMBOLS))
-        self._max_length = int_param(environment, "max_length", 6, 1, 64)
+        self._max_length = int_param(environment, "max_length", 6, 1, self._alphabet)
         self._min_length = int_param(environment, "min_length", self._max_length, 1, self._max_length)
         self._score = choice_param(environment, "score", "exact", ("exact", "fraction"))
 
     def problem(self, group: int) -> Problem:
-        """Symbols drawn with repetition, and the order they must be put in."""
+        """Different symbols in random order, and the order they must be put in."""
         draws = draws_for(self._run_id, self._environment, group)
         order = draws.choice(tuple(OPERATORS)) if self._order == "mixed" else self._order
         length = draws.between(self._min_length, self._max_length)
-        symbols = "".join(draws.choice(SYMBOLS[: self._alphabet]) for _ in range(length))
+        symbols = "".join(draws.sample(SYMBOLS[: self._alphabet], length))
         return Problem(f"{OPERATORS[order]}{symbols}=", solve(order, symbols))
 
     def prompt_tokens(self, problem: Problem, tokenizer: Tokenizer) -> list[int]:
