@@ -64,7 +64,8 @@ def found(directory: Path, founding: Founding, clock: Clock) -> JoinLink:
             hint="assay coordinator serve DIR goes on with a run that is there",
         )
     scratch = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}")
-    scratch.mkdir(parents=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch.mkdir(mode=0o700)  # the database holds draw keys that are not revealed yet
     try:
         link = _fill(scratch, founding, clock.now_ms())
         if directory.exists():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +68,19 @@ class FakePrompts:
 
 
 class AppTransport(httpx.BaseTransport):
-    """Carries the requests of our client into an ASGI application; ``before`` may refuse or lose them."""
+    """Carries the requests of our client into a running ASGI application."""
 
     def __init__(self, app: FastAPI):
+        self.start(app)
+
+    def start(self, app: FastAPI) -> None:
+        """Start the application."""
         self._app = TestClient(app, base_url="http://coordinator", raise_server_exceptions=False)
+        self._app.__enter__()
+
+    def stop(self) -> None:
+        """Shut the application down."""
+        self._app.__exit__(None, None, None)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         headers = [(k, v) for k, v in request.headers.items() if k != "host"]
@@ -101,6 +112,16 @@ def make_manifest(keys: Mapping[str, Identity], clock: FakeClock, **changes: Any
     )
 
 
+@cache
+def empty_database() -> bytes:
+    """A migrated database without rows, made once."""
+    with tempfile.TemporaryDirectory() as folder:
+        database = Database(sqlite_url(Path(folder) / "empty.db"))
+        database.upgrade()
+        database.close()
+        return (Path(folder) / "empty.db").read_bytes()
+
+
 ROLES = ("root", "coordinator", "learner", "verifier", "verifier2")
 
 
@@ -116,8 +137,8 @@ def found_run(directory: Path, clock: FakeClock, **changes: Any) -> dict[str, Id
     write_secret(directory / "admin.token", "an-admin-token")
     link = JoinLink("127.0.0.1", 8700, keys["root"].public_key.hex(), RUN_ID, TOKEN)
     write_secret(directory / "link.txt", link.format())
+    (directory / "coordinator.db").write_bytes(empty_database())
     database = Database(sqlite_url(directory / "coordinator.db"))
-    database.upgrade()
     with database.write() as session:
         create_invite(session, clock.now_ms(), label="test", ttl_ms=10**9, uses=None, token=TOKEN)
     database.close()
@@ -190,6 +211,7 @@ class FakeNode(Party):
         self.client.upload(request, data)
 
     def finish(self, lease: Lease, digest: str, text: str = "") -> SubmitReply:
+        self.clock.advance(0.001)
         self.upload(self.bundle(lease, text))
         return self.client.submit(self.commitment(lease, digest, text))
 
@@ -207,25 +229,25 @@ class FakeVerifier(Party):
         }
         return self.client.claim_audit(AuditClaim.model_validate(fields | changes))
 
-    def verdict(self, job: AuditJob, outcome: str = "pass", code: str | None = None, **changes: Any) -> Verdict:
+    def verdict(self, job: AuditJob, outcome: str = "pass", found: str | None = None, **changes: Any) -> Verdict:
         lease = Lease.from_payload(job.lease.payload)
         receipt = Receipt.from_payload(job.receipt.payload)
         passed = outcome == "pass"
         fields = {
             "run_id": RUN_ID, "verifier_id": self.key.id, "node_id": receipt.node_id, "lease_id": lease.lease_id,
-            "receipt_sha256": job.receipt.digest, "outcome": outcome, "code": code,
+            "receipt_sha256": job.receipt.digest, "outcome": outcome, "code": found,
             "tiers": ["T0", "T1", *(["T2"] if job.drawn else [])] if passed else ["T0"],
-            "findings": [] if passed else [Finding(check="replay", ok=False, expected="a", got="b", code=code)],
+            "findings": [] if passed else [Finding(check="replay", ok=False, expected="a", got="b", code=found)],
             "samples": lease.samples, "rewards_micro": [1_000_000 * (s % 2) for s in lease.samples] if passed else [],
             "tokens": Commitment.from_payload(job.commitment.payload).tokens, "issued_at_ms": self.clock.now_ms(),
         }
         return Verdict.model_validate(fields | changes)
 
-    def judge(self, outcome: str = "pass", code: str | None = None) -> AuditJob | None:
+    def judge(self, outcome: str = "pass", found: str | None = None) -> AuditJob | None:
         """Claim one job and give the verdict."""
         job = self.claim()
         if job is not None:
-            self.client.verdict(self.verdict(job, outcome, code))
+            self.client.verdict(self.verdict(job, outcome, found))
         return job
 
     def pass_all(self) -> int:
@@ -291,7 +313,7 @@ class World:
     def __init__(self, directory: Path, clock: FakeClock, config: Mapping[str, Any] | None = None, **changes: Any):
         self.directory, self.clock = directory, clock
         self.keys = found_run(directory, clock, **changes)
-        settings = {"directory": directory, "rate_per_s": 0} | dict(config or {})
+        settings = {"directory": directory, "rate_per_s": 0, "sweep_s": 3600} | dict(config or {})
         self.config = CoordinatorConfig.model_validate(settings)
         self.store = DirectoryStore(directory / "store")
         self._open()
@@ -330,4 +352,10 @@ class World:
         return row
 
     def close(self) -> None:
-        self.coordinator.close()
+        self.transport.stop()
+
+    def restart(self) -> None:
+        """Close the coordinator and open it again from what is on disk; clients made before go on."""
+        self.transport.stop()
+        self.app = create_app(self.config, clock=self.clock, store=self.store, prompts=FakePrompts())
+        self.transport.start(self.app)

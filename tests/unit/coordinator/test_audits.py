@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from protocol.errors import LocalFault, PeerFault
+from protocol.messages import AuditClaim, Receipt
+from tests.fakes.coordinator import RUN_ID, FakeVerifier, World, sha
+from tests.unit.coordinator.conftest import MakeWorld
+
+
+def status(world: World) -> dict[str, Any]:
+    body: dict[str, Any] = world.http.get("/v1/status").json()
+    return body
+
+
+def test_a_group_is_admitted_when_all_its_samples_passed(world: World) -> None:
+    node = world.node().join()
+    node.work(3)
+    world.verifier.pass_all()
+    [group] = world.learner.client.admitted(9)
+    assert (group.group, group.environment, group.start_version, group.prompt_tokens) == (0, "even", 0, [1, 2, 0])
+    assert [s.sample for s in group.samples] == [0, 1, 2, 3]
+    assert [s.reward_micro for s in group.samples] == [0, 1_000_000, 0, 1_000_000]
+    node.work(1)
+    world.verifier.pass_all()
+    assert [g.group for g in world.learner.client.admitted(9)] == [0, 1]
+    assert [g.group for g in world.learner.client.admitted(1)] == [0]
+
+
+def test_claims_are_idempotent_and_one_at_a_time(world: World) -> None:
+    world.node().join().work(2)
+    claim = AuditClaim(run_id=RUN_ID, verifier_id=world.verifier.key.id, nonce="11" * 16, issued_at_ms=1)
+    first, again = world.verifier.client.claim_audit(claim), world.verifier.client.claim_audit(claim)
+    assert first is not None
+    assert again is not None
+    assert first.receipt.digest == again.receipt.digest
+    other = FakeVerifier(world.keys["verifier2"], world.client(world.keys["verifier2"]), world.clock)
+    second = other.claim()
+    assert second is not None
+    assert second.receipt.digest != first.receipt.digest
+    third = world.verifier.claim()  # a new nonce: what it held goes back, and is the oldest one waiting
+    assert third is not None
+    assert third.receipt.digest == first.receipt.digest
+
+
+def test_a_claim_that_lapses_goes_to_somebody_else_and_not_for_ever(make_world: MakeWorld) -> None:
+    world = make_world(config={"claim_ms": 1000, "max_claims": 3})
+    world.publish()
+    node = world.node().join()
+    node.work(1)
+    for _ in range(3):
+        assert world.verifier.claim() is not None
+        world.clock.advance(2)
+    assert world.verifier.claim() is None
+    row = world.node_row(node)
+    assert (row["inconclusive"], row["reasons"], row["state"]) == (2, {"E_AUDIT_ABANDONED": 1}, "active")
+
+
+def test_a_failure_bans_voids_and_offers_the_work_to_others(world: World) -> None:
+    cheat, honest = world.node("cheat").join(), world.node("honest").join()
+    cheat.work(3)  # group 0 and half of group 1
+    held = cheat.leases(1)[0][0]
+    world.verifier.judge()
+    world.verifier.judge()
+    assert [g.group for g in world.learner.client.admitted(9)] == [0]
+    assert world.node_row(cheat)["credit_pending"] == 20
+    job = world.verifier.judge("fail", "E_REPLAY")
+    assert job is not None
+    assert world.learner.client.admitted(9) == []
+    row = world.node_row(cheat)
+    assert (row["state"], row["ban_code"], row["credit_pending"], row["credit"]) == ("banned", "E_REPLAY", 0, 0)
+    assert row["ban_receipt_id"] == Receipt.from_payload(job.receipt.payload).receipt_id
+    assert (row["rejected"], row["reasons"]) == (2, {"E_REPLAY": 1})
+    with pytest.raises(PeerFault) as caught:
+        cheat.ask()
+    assert caught.value.code == "E_NODE_BANNED"
+    redone = [lease for lease, _ in honest.leases(4)]
+    assert [(x.group, x.samples) for x in redone] == [(0, [0, 1]), (0, [2, 3]), (1, [0, 1]), (1, [2, 3])]
+    assert held.beacon == redone[-1].beacon
+
+
+def test_consumed_work_of_a_banned_node_stays_consumed(world: World) -> None:
+    node = world.node().join()
+    node.work(4)
+    world.verifier.pass_all()
+    world.learner.client.post_batch(world.learner.plan())
+    node.work(1)
+    world.verifier.judge("fail", "E_REPLAY")
+    assert world.node_row(node)["credit"] == 40  # settled credit is not taken back
+    assert world.http.get("/v1/groups/0").json()["state"] == "consumed"
+
+
+def test_inconclusive_is_tried_again_then_set_aside_and_never_punished(world: World) -> None:
+    node = world.node().join()
+    node.work(1)
+    for attempt in range(3):
+        assert world.verifier.judge("inconclusive", "E_OUT_OF_DISK") is not None
+        assert world.verifier.claim() is None  # not at once
+        world.clock.advance(2 * 2**attempt + 1)
+    assert world.verifier.claim() is None
+    row = world.node_row(node)
+    assert (row["state"], row["inconclusive"], row["rejected"]) == ("active", 2, 0)
+    assert (row["forfeited"], row["reasons"]) == (0, {"E_OUT_OF_DISK": 1})
+    assert world.http.get("/v1/groups/0").json()["cause"] == "inconclusive"
+    assert status(world)["rollouts"]["inconclusive"] == 2
+
+
+def test_a_pass_after_an_inconclusive_counts(world: World) -> None:
+    node = world.node().join()
+    node.work(1)
+    world.verifier.judge("inconclusive", "E_OUT_OF_DISK")
+    world.clock.advance(3)
+    world.verifier.judge()
+    assert world.node_row(node)["accepted"] == 2
+
+
+def test_verdicts_are_idempotent_and_a_later_contradiction_changes_nothing(world: World) -> None:
+    node = world.node().join()
+    node.work(1)
+    job = world.verifier.claim()
+    assert job is not None
+    verdict = world.verifier.verdict(job)
+    assert world.verifier.client.verdict(verdict).duplicate is False
+    assert world.verifier.client.verdict(verdict).duplicate is True
+    other = FakeVerifier(world.keys["verifier2"], world.client(world.keys["verifier2"]), world.clock)
+    assert other.client.verdict(other.verdict(job, "fail", "E_REPLAY")).duplicate is True
+    row = world.node_row(node)
+    assert (row["state"], row["accepted"], row["credit_pending"]) == ("active", 2, 10)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "verdict_code", "change"),
+    [
+        ("pass", None, {"code": "E_REPLAY"}),
+        ("pass", None, {"tiers": ["T0"]}),
+        ("pass", None, {"tiers": ["T0", "T1"]}),  # it was drawn: T2 is due
+        ("pass", None, {"samples": [0, 2]}),
+        ("pass", None, {"rewards_micro": [1]}),
+        ("pass", None, {"tokens": 11}),
+        ("pass", None, {"lease_id": "00" * 16}),
+        ("fail", None, {}),
+        ("fail", "E_KL", {"tiers": ["T0", "T1", "T2"]}),  # no second configuration
+    ],
+)
+def test_a_verdict_that_contradicts_itself_is_refused(
+    world: World, outcome: str, verdict_code: str | None, change: dict[str, Any]
+) -> None:
+    node = world.node().join()
+    node.work(1)
+    job = world.verifier.claim()
+    assert job is not None
+    with pytest.raises(PeerFault) as caught:
+        world.verifier.client.verdict(world.verifier.verdict(job, outcome, verdict_code, **change))
+    assert caught.value.code == "E_VERDICT"
+    row = world.node_row(node)
+    assert (row["state"], row["accepted"]) == ("active", 0)
+
+
+def test_only_verifiers_of_the_run_may_judge(world: World) -> None:
+    node = world.node().join()
+    node.work(1)
+    job = world.verifier.claim()
+    assert job is not None
+    impostor = FakeVerifier(node.key, node.client, world.clock)
+    with pytest.raises(PeerFault) as caught:
+        impostor.client.verdict(impostor.verdict(job))
+    assert caught.value.code == "E_WRONG_KEY"
+    with pytest.raises(PeerFault) as caught:
+        impostor.claim()
+    assert caught.value.code == "E_WRONG_KEY"
+    with pytest.raises(PeerFault) as caught:
+        world.verifier.client.verdict(world.verifier.verdict(job, verifier_id=node.key.id))
+    assert caught.value.code == "E_WRONG_KEY"
+    with pytest.raises(LocalFault) as missing:
+        world.verifier.client.verdict(world.verifier.verdict(job, receipt_sha256=sha("none")))
+    assert missing.value.code == "E_NOT_FOUND"
+
+
+def test_trust_lowers_the_rate(make_world: MakeWorld) -> None:
+    world = make_world(batch={"groups_per_batch": 10})
+    world.publish()
+    node = world.node().join()
+    rates = []
+    for _ in range(8):
+        [reply] = node.work(1)
+        world.verifier.pass_all()
+        receipt = Receipt.from_payload(reply.receipt.payload)
+        rates.append(world.http.get(f"/v1/receipts/{receipt.receipt_id}").json()["rate_ppm"])
+    assert rates[:4] == [1_000_000] * 4
+    assert rates[4] == 500_000
+    assert rates[7] < 500_000
+
+
+def test_work_of_a_cancelled_group_is_still_checked_and_paid(world: World) -> None:
+    node = world.node().join()
+    node.work(1)
+    world.publish()
+    world.publish()
+    assert world.verifier.pass_all() == 1
+    row = world.node_row(node)
+    assert (row["accepted"], row["credit"], row["forfeited"]) == (2, 10, 0)
+    assert world.learner.client.admitted(9) == []

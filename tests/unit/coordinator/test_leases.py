@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import pytest
+
+from protocol.errors import PeerFault
+from protocol.messages import Lease, LeaseReturn
+from tests.fakes.coordinator import RUN_ID, World
+from tests.unit.coordinator.conftest import MakeWorld
+
+
+def code_of(caught: pytest.ExceptionInfo[PeerFault]) -> str:
+    return caught.value.code
+
+
+def test_no_work_before_the_first_version(make_world: MakeWorld) -> None:
+    world = make_world()
+    reply = world.node().join().ask()
+    assert reply.leases == []
+    assert reply.why == "no checkpoint is published yet"
+    assert reply.retry_after_ms > 0
+
+
+def test_the_same_nonce_gives_the_same_leases(world: World) -> None:
+    node = world.node().join()
+    request = node.request(3)
+    first, again = node.client.lease(request), node.client.lease(request)
+    assert [e.to_bytes() for e in first.leases] == [e.to_bytes() for e in again.leases]
+    assert len(first.leases) == 3
+    other = node.ask(3)
+    assert not {e.digest for e in first.leases} & {e.digest for e in other.leases}
+
+
+def test_leases_are_signed_and_cover_each_sample_once(world: World) -> None:
+    node = world.node().join()
+    leases = [
+        Lease.open(e, world.keys["coordinator"].public_key, run_id=RUN_ID) for e in node.ask(64).leases
+    ]
+    assert [(x.group, x.samples) for x in leases] == [(g, s) for g in range(4) for s in ([0, 1], [2, 3])]
+    assert [x.environment for x in leases[::2]] == ["even", "odd", "even", "odd"]
+    assert {x.start_version for x in leases} == {0}
+
+
+def test_the_pace_is_bound_to_the_learners(world: World) -> None:
+    node = world.node().join()
+    reply = node.ask(64)  # (max_lag 1 + 1) * 2 groups of 2 units
+    assert len(reply.leases) == 8
+    assert "waiting for the learner" in reply.why
+    assert node.ask(64).leases == []
+    for envelope in reply.leases[:4]:
+        node.finish(Lease.from_payload(envelope.payload), envelope.digest)
+    assert node.ask(64).leases == []  # verified or not, the groups are unconsumed
+    world.verifier.pass_all()
+    world.learner.client.post_batch(world.learner.plan())
+    assert len(node.ask(64).leases) == 4
+
+
+def test_a_complete_run_says_so(make_world: MakeWorld) -> None:
+    world = make_world(batch={"max_versions": 1})
+    world.publish()
+    node = world.node().join()
+    assert len(node.ask(64).leases) == 4  # only what the one missing version needs
+    world.publish()
+    assert node.ask(64).why == "run complete"
+    assert world.http.get("/v1/status").json()["run"]["complete"] is True
+
+
+def test_an_expired_lease_goes_on_with_the_same_version_and_beacon(world: World) -> None:
+    slow, quick = world.node("slow").join(), world.node("quick").join()
+    [(lost, _)] = slow.leases(1)
+    world.publish()
+    quick.version = 1
+    world.clock.advance(61)
+    [(lease, _)] = quick.leases(1)
+    assert (lease.group, lease.samples) == (lost.group, lost.samples)
+    assert (lease.start_version, lease.beacon, lease.prompt_sha256) == (0, lost.beacon, lost.prompt_sha256)
+    assert lease.lease_id != lost.lease_id
+    assert world.node_row(slow)["dropped"] == 1
+
+
+def test_a_late_submission_is_taken_while_nobody_else_has_the_unit(world: World) -> None:
+    node = world.node().join()
+    [(lease, digest)] = node.leases(1)
+    world.clock.advance(61)
+    world.coordinator.sweep()
+    assert world.node_row(node)["dropped"] == 1
+    assert node.finish(lease, digest).duplicate is False
+    assert world.node_row(node)["dropped"] == 0
+
+
+def test_a_late_submission_is_refused_once_the_unit_is_leased_again(world: World) -> None:
+    slow, quick = world.node("slow").join(), world.node("quick").join()
+    [(lease, digest)] = slow.leases(1)
+    world.clock.advance(61)
+    [(again, again_digest)] = quick.leases(1)
+    with pytest.raises(PeerFault) as caught:
+        slow.finish(lease, digest)
+    assert code_of(caught) == "E_LEASE_EXPIRED"
+    quick.finish(again, again_digest)
+    with pytest.raises(PeerFault) as caught:
+        slow.finish(lease, digest)
+    assert code_of(caught) == "E_LEASE_EXPIRED"
+
+
+def test_returned_leases_are_offered_again_and_closed_for_the_giver(world: World) -> None:
+    node, other = world.node().join(), world.node("other").join()
+    [(lease, digest), _] = node.leases(2)
+    back = LeaseReturn(
+        run_id=RUN_ID, node_id=node.key.id, lease_ids=[lease.lease_id], reason="drain",
+        issued_at_ms=world.clock.now_ms(),
+    )
+    assert node.client.return_leases(back).duplicate is False
+    assert node.client.return_leases(back).duplicate is True
+    [(again, _)] = other.leases(1)
+    assert (again.group, again.samples, again.beacon) == (lease.group, lease.samples, lease.beacon)
+    with pytest.raises(PeerFault) as caught:
+        node.finish(lease, digest)
+    assert code_of(caught) == "E_LEASE_CLOSED"
+
+
+def test_a_node_cannot_return_the_lease_of_another(world: World) -> None:
+    node, thief = world.node().join(), world.node("thief").join()
+    [(lease, digest)] = node.leases(1)
+    back = LeaseReturn(
+        run_id=RUN_ID, node_id=thief.key.id, lease_ids=[lease.lease_id], reason="x", issued_at_ms=world.clock.now_ms()
+    )
+    assert thief.client.return_leases(back).duplicate is True
+    assert node.finish(lease, digest).duplicate is False
+
+
+def test_a_node_that_drops_losing_units_gains_nothing_and_answers_for_them(world: World) -> None:
+    """It lets every second unit expire. Each comes back with the same seed until its version is too stale."""
+    picky = world.node("picky").join()
+    leases = picky.leases(4)
+    for lease, digest in leases[::2]:
+        picky.finish(lease, digest)
+    world.clock.advance(61)
+    again = picky.leases(2)
+    assert [(x.group, x.samples, x.beacon) for x, _ in again] == [(x.group, x.samples, x.beacon) for x, _ in leases[1::2]]
+    world.clock.advance(61)
+    world.coordinator.sweep()
+    world.publish()
+    assert world.http.get("/v1/groups/0").json()["state"] == "open"  # lag 1 is within the bound
+    world.publish()
+    for group in (0, 1):
+        body = world.http.get(f"/v1/groups/{group}").json()
+        assert (body["state"], body["cause"]) == ("cancelled", "stale")
+    row = world.node_row(picky)
+    assert row["dropped"] == 4
+    assert row["forfeited"] == 8  # two units of two samples, each dropped twice
+    assert row["audited_passes"] == 0
+    assert world.http.get("/v1/status").json()["rollouts"]["cancelled"] == 4
+    picky.version = 2
+    assert {lease.group for lease, _ in picky.leases(64)}.isdisjoint({0, 1})  # never re-rolled
+
+
+def test_dropping_shrinks_what_a_node_may_hold(make_world: MakeWorld) -> None:
+    world = make_world(config={"max_active_leases": 4})
+    world.publish()
+    node = world.node().join()
+    assert len(node.leases(64)) == 4
+    assert node.ask(64).leases == []
+    world.clock.advance(61)
+    world.coordinator.sweep()
+    [(lease, digest)] = node.leases(64)
+    node.finish(lease, digest)
+    assert len(node.leases(64)) == 4  # a submission ends the streak
+
+
+def test_a_stale_group_cancels_the_lease_that_is_still_out(world: World) -> None:
+    node = world.node().join()
+    [(lease, digest)] = node.leases(1)
+    world.publish()
+    world.publish()
+    with pytest.raises(PeerFault) as caught:
+        node.finish(lease, digest)
+    assert code_of(caught) == "E_LEASE_CLOSED"
+    assert world.node_row(node)["forfeited"] == 2
+
+
+def test_a_node_without_the_newest_weights_gets_only_what_it_can_start(world: World) -> None:
+    old = world.node("old").join()
+    old.leases(1)
+    world.publish()
+    [(lease, _)] = old.leases(64)  # the second unit of group 0
+    assert (lease.group, lease.start_version) == (0, 0)
+    assert "fetch it first" in old.ask(1).why
+
+
+def test_a_claim_to_a_version_never_published_is_refused(world: World) -> None:
+    node = world.node().join()
+    node.version = 5
+    with pytest.raises(PeerFault) as caught:
+        node.ask()
+    assert code_of(caught) == "E_NODE_VERSION"

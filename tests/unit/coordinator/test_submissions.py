@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+
+from protocol.errors import PeerFault
+from protocol.identity import Identity
+from protocol.messages import Receipt, UploadRequest
+from tests.fakes.coordinator import RUN_ID, World, sha
+
+
+def test_the_receipt_binds_what_was_committed(world: World) -> None:
+    node = world.node().join()
+    [(lease, digest)] = node.leases(1)
+    reply = node.finish(lease, digest)
+    receipt = Receipt.open(reply.receipt, world.keys["coordinator"].public_key, run_id=RUN_ID)
+    row = world.http.get(f"/v1/receipts/{receipt.receipt_id}").json()
+    assert receipt.lease_id == lease.lease_id
+    assert receipt.commitment_sha256 == row["commitment"] and False or row["sha256"] == reply.receipt.digest
+    assert receipt.epoch_key_sha256 == world.http.get("/v1/epochs").json()["epochs"][0]["key_sha256"]
+    assert row["drawn"] is None  # secret until the epoch ends
+
+
+def test_a_repeated_commitment_gives_the_same_receipt(world: World) -> None:
+    node = world.node().join()
+    [(lease, digest)] = node.leases(1)
+    first = node.finish(lease, digest)
+    world.clock.advance(5)  # signed anew after a restart: another date, the same bundle
+    again = node.finish(lease, digest)
+    assert (first.duplicate, again.duplicate) == (False, True)
+    assert again.receipt.to_bytes() == first.receipt.to_bytes()
+    assert world.http.get("/v1/status").json()["tokens_generated"] == 10
+
+
+def test_a_second_commitment_to_one_lease_is_refused(world: World) -> None:
+    node = world.node().join()
+    [(lease, digest)] = node.leases(1)
+    node.finish(lease, digest)
+    with pytest.raises(PeerFault) as caught:
+        node.finish(lease, digest, "edited")
+    assert caught.value.code == "E_SECOND_COMMITMENT"
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"lease_sha256": sha("another lease")}, "E_COMMITMENT_MISMATCH"),
+        ({"rollouts": 1}, "E_COMMITMENT_MISMATCH"),
+        ({"tokens": 1}, "E_COMMITMENT_MISMATCH"),
+        ({"tokens": 33}, "E_COMMITMENT_MISMATCH"),
+        ({"profile": "another"}, "E_COMMITMENT_MISMATCH"),
+        ({"object_bytes": 3}, "E_COMMITMENT_MISMATCH"),
+        ({"object_sha256": sha("nowhere")}, "E_OBJECT_MISSING"),
+        ({"lease_id": "00" * 16}, "E_LEASE_UNKNOWN"),
+        ({"run_id": "cd" * 16}, "E_WRONG_RUN"),
+        ({"node_id": sha("nobody")}, "E_NODE_UNKNOWN"),
+    ],
+)
+def test_an_edited_commitment_is_refused_by_name(world: World, change: dict[str, Any], code: str) -> None:
+    node = world.node().join()
+    node.client.run_id = None  # let our own client send it
+    [(lease, digest)] = node.leases(1)
+    node.upload(node.bundle(lease))
+    with pytest.raises(PeerFault) as caught:
+        node.client.submit(node.commitment(lease, digest, **change))
+    assert caught.value.code == code
+    assert node.finish(lease, digest).duplicate is False  # nothing was lost
+
+
+def test_a_commitment_to_the_lease_of_another_node_is_refused(world: World) -> None:
+    node, thief = world.node().join(), world.node("thief").join()
+    [(lease, digest)] = node.leases(1)
+    with pytest.raises(PeerFault) as caught:
+        thief.finish(lease, digest)
+    assert caught.value.code == "E_LEASE_UNKNOWN"
+
+
+def test_the_wrong_key_is_refused(world: World) -> None:
+    node = world.node().join()
+    [(lease, digest)] = node.leases(1)
+    message = node.commitment(lease, digest)
+    answer = world.http.post("/v1/submissions", content=message.sign(Identity(b"x" * 32)).to_bytes())
+    assert (answer.status_code, answer.json()["code"]) == (403, "E_WRONG_KEY")
+    envelope = message.sign(node.key)
+    broken = dict.fromkeys(envelope.signatures, b"\0" * 64)
+    answer = world.http.post("/v1/submissions", content=type(envelope)(message.TYPE, envelope.payload, broken).to_bytes())
+    assert answer.json()["code"] == "E_SIGNATURE"
+    answer = world.http.post("/v1/submissions", content=node.hello().sign(node.key).to_bytes())
+    assert answer.json()["code"] == "E_PAYLOAD_TYPE"
+
+
+def grant(world: World, data: bytes) -> str:
+    node = world.node().join()
+    request = UploadRequest(
+        run_id=RUN_ID, node_id=node.key.id, object_sha256=hashlib.sha256(data).hexdigest(), object_bytes=len(data),
+        issued_at_ms=world.clock.now_ms(),
+    )
+    return str(world.http.post("/v1/uploads", content=request.sign(node.key).to_bytes()).json()["url"])
+
+
+def test_an_upload_address_takes_exactly_its_object(world: World) -> None:
+    url = grant(world, b"the data")
+    assert world.http.put(url, content=b"the data!").json()["code"] == "E_TOO_LARGE"
+    assert world.http.put(url, content=b"the dato").json()["code"] == "E_OBJECT_HASH"
+    assert world.http.put(url, content=b"the dat").json()["code"] == "E_OBJECT_HASH"
+    assert world.http.put(url.replace("size=8", "size=9"), content=b"the data!").json()["code"] == "E_UPLOAD_URL"
+    assert world.http.put(url, content=b"the data").status_code == 200
+    sha256 = hashlib.sha256(b"the data").hexdigest()
+    assert world.http.get(f"/v1/objects/{sha256}").content == b"the data"
+    part = world.http.get(f"/v1/objects/{sha256}", headers={"range": "bytes=4-"})
+    assert (part.status_code, part.content, part.headers["content-range"]) == (206, b"data", "bytes 4-7/8")
+    assert world.http.get(f"/v1/objects/{sha256}", headers={"range": "bytes=-3"}).content == b"ata"
+    assert world.http.get(f"/v1/objects/{sha256}", headers={"range": "bytes=8-"}).status_code == 416
+    assert world.http.get("/v1/objects/../../keys/root.key").status_code == 404
+    assert world.http.get(f"/v1/objects/{sha('nothing')}").json()["code"] == "E_NOT_FOUND"
+
+
+def test_an_upload_address_expires(world: World) -> None:
+    url = grant(world, b"the data")
+    world.clock.advance(301)
+    assert world.http.put(url, content=b"the data").json()["code"] == "E_UPLOAD_URL"
+
+
+def test_uploading_twice_sends_nothing_the_second_time(world: World) -> None:
+    node = world.node().join()
+    node.upload(b"again")
+    world.store.delete(hashlib.sha256(b"again").hexdigest())
+    node.upload(b"again")
+    node.upload(b"again")
+    assert world.store.has(hashlib.sha256(b"again").hexdigest())
