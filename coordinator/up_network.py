@@ -118,6 +118,7 @@ class Network:
             Seat(self._plan(name), self._supervisor, self._enrol, partial(self._is_banned, name))
             for name in self.honest
         ]
+        deadline = self._clock.monotonic() + self.preset.up.time_limit_s
         drills = DrillRow(self.choices.drills, self._drill_plan, self._supervisor, self._enrol, self.look)
         while not self.asked_to_stop:
             self._supervisor.poll()
@@ -130,7 +131,7 @@ class Network:
                     self._farewell(drills)
                     return True
                 drills.tick(status)
-            if self.wall_s > self.preset.up.time_limit_s:
+            if self._clock.monotonic() > deadline:
                 self._view.event("time is up", {"limit_s": self.preset.up.time_limit_s})
                 return False
             self._clock.sleep(POLL_S)

@@ -12,6 +12,8 @@ from coordinator.up_process import Child
 from coordinator.up_status import DrillSeen, Status
 from coordinator.up_supervisor import State, Supervisor
 
+#: How long a node may finish and upload what it began before it gives the rest back.
+DRAIN_S: Final = 15
 #: How long a caught cheat may take to leave.
 LEAVE_S: Final = 5.0
 
@@ -40,6 +42,7 @@ class NodePlan:
         """The process that generates."""
         arguments = [
             "node", "run", "--home", str(self.home), "--batch", str(self.batch), "--threads", "1", "--log", "-",
+            "--drain-timeout-s", str(DRAIN_S),
         ]
         if self.attack is not None:
             arguments += ["--drill", self.attack]
