@@ -83,3 +83,10 @@ def test_lists_are_bounded():
 
 def test_opened_by_names_the_key(identity):
     assert messages.opened_by(identity.public_key) == messages.opened_by(identity.public_key.hex()) == identity.id
+
+
+def test_the_specification_lists_every_message(root):
+    page = (root / "docs" / "spec" / "messages.md").read_text(encoding="utf-8")
+    for cls in Message.__subclasses__():
+        name = cls.TYPE.removeprefix("application/vnd.assay.").removesuffix(".v1+json")
+        assert f"| `{cls.__name__}` | {name} |" in page

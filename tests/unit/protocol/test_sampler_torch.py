@@ -19,9 +19,9 @@ def _batch(rng, rows, vocabulary, spread=2.0):
     return logits, seeds, words, torch.arange(rows) * 3
 
 
-def _assert_same_as_numpy(logits, seeds, words, positions, rules):
-    drawn = sample_batch(logits, words, positions, rules)
-    heads = heads_from_logits(logits, rules)
+def _assert_same_as_numpy(logits, seeds, words, positions, rules, device="cpu"):
+    drawn = sample_batch(logits.to(device), words.to(device), positions.to(device), rules)
+    heads = heads_from_logits(logits.to(device), rules)
     scaled = logits.numpy() / np.float32(rules.temperature_milli / 1000)
     tails = 0
     for b, seed in enumerate(seeds):
@@ -60,6 +60,15 @@ def test_draws_and_heads_are_those_of_numpy(monkeypatch, numba, rows, vocabulary
     tails = _assert_same_as_numpy(*batch, rules)
     if vocabulary == 5_000:
         assert tails > 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("rows", "vocabulary", "changes"), [
+    (64, 64, {}), (64, 49_152, {"head_size": 32, "head_max_code": 14_148}),
+])
+def test_a_gpu_draws_the_same(rows, vocabulary, changes):
+    rules = make_rules(**({"vocab_size": vocabulary} | changes))
+    _assert_same_as_numpy(*_batch(np.random.default_rng(rows), rows, vocabulary), rules, device="cuda")
 
 
 def test_ties_at_the_boundary_go_to_the_lowest_ids():
