@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import AssayError, PeerFault
 from protocol.messages import ChunkRef
-from protocol.weights.chunk import MAX_CHUNK_BYTES, ChunkWriter, Encoded, Kind, chunk_output, encode_full, encode_gap
+from protocol.weights.chunk import MAX_CHUNK_BYTES, ChunkWriter, Kind, chunk_output, encode_full
 from protocol.weights.diff import decode_anchor, decode_diff, encode_anchor, encode_diff
 from protocol.weights.layout import Layout
 from tests.fakes.checkpoints import LAYOUT, changed, random_bits
@@ -137,13 +137,11 @@ def test_segments_may_not_cross_word_sizes() -> None:
 
 
 def test_limits_hold() -> None:
-    everywhere = np.arange(2**25)
-    tall = encode_gap(0, 2**26, everywhere, np.zeros(2**25, "<u2"))
-    two = ChunkWriter(Kind.DIFF)
-    two._open = [tall, Encoded(tall.data, tall.output)]
+    tall = [segment(at, 2**26, 2, 2, (0, 0), 2**25) for at in (0, 2**26)]  # every word changed, in 24 bytes each
+    assert chunk_output(chunk(tall[0])) == 6 * 2**25
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: chunk_output(bytes(MAX_CHUNK_BYTES + 1)), "chunk too large"),
-        (lambda: decode_diff(TINY, [two.finish()[0]]), "decodes to too much"),
+        (lambda: decode_diff(TINY, [chunk(*tall)]), "decodes to too much"),
         (lambda: decode_diff(TINY, [_full()], [_ref(199)]), "more than its manifest says"),
     ]
     for call, message in cases:
