@@ -31,7 +31,8 @@ def make_logprobs(rng: np.random.Generator, length: int, vocabulary: int, spread
     """(T, V) float32 log-probabilities of a made-up model; a larger spread is a more certain model."""
     logits = (rng.standard_normal((length, vocabulary)) * spread).astype(np.float32)
     logits -= logits.max(axis=1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    logprobs: NDArray[np.float32] = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    return logprobs
 
 
 def make_rollout(

@@ -60,7 +60,7 @@ def head_of(logits: list[float], rules: dict[str, Any]) -> dict[str, Any]:
     top = max(logits)
     total = math.fsum(math.exp(x - top) for x in logits)
     logp = [x - top - math.log(total) for x in logits]
-    ids = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: rules["head_size"]]
+    ids: list[int] = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: rules["head_size"]]
     codes = {i: to_code(logp[i], rules["steps_per_nat"]) for i in ids}
     ids.sort(key=lambda i: (codes[i], i))
     length = max(min(rules["head_floor"], len(ids)), sum(codes[i] <= rules["head_max_code"] for i in ids))
@@ -71,7 +71,7 @@ def head_of(logits: list[float], rules: dict[str, Any]) -> dict[str, Any]:
 
 
 def winner(head: dict[str, Any], seed: bytes, position: int, steps: int) -> int:
-    entries = [*zip(head["ids"], head["codes"], strict=True), (TAIL_ID, head["tail_code"])]
+    entries: list[tuple[int, int]] = [*zip(head["ids"], head["codes"], strict=True), (TAIL_ID, head["tail_code"])]
     scores = [
         (exponential(uniform(seed, position, 0, i)) / weight(c, steps), i) for i, c in entries if weight(c, steps)
     ]
@@ -174,7 +174,7 @@ def make_wrong_draws(base: dict[str, Any]) -> None:
     inside = [t for t in range(40) if t not in drawn]
     starts = [sum(base["head_lengths"][:t]) for t in range(40)]
 
-    def other(t: int) -> int:
+    def other(t: int) -> Any:
         return next(i for i in base["head_ids"][starts[t] : starts[t] + 4] if i != base["tokens"][t])
 
     def outside(t: int) -> int:
