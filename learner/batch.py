@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from learner.advantages import group_advantages, has_signal
 from learner.config import Aggregation, LearnerConfig
 from protocol import sampler
+from protocol.errors import PeerFault
 from protocol.messages import SamplingRules
 from protocol.rollout import Rollout
 
@@ -62,7 +63,7 @@ class Batch:
     sequences: tuple[Sequence, ...]  #: in order of (group, sample)
     rewards_micro: tuple[int, ...]  #: of every sample handed in, used or not
     groups: int  #: groups handed in
-    left_out: dict[str, int]  #: groups not trained on, by reason: empty, no_signal, not_finite
+    left_out: dict[str, int]  #: groups not trained on, by reason: empty, no_signal, malformed, not_finite
 
     @property
     def tokens(self) -> int:
@@ -96,7 +97,10 @@ def _unusable(group: TrainingGroup, rules: SamplingRules, config: LearnerConfig)
     if config.advantages.drop_no_signal and not has_signal([s.reward_micro for s in group.samples]):
         return "no_signal"
     for sample in group.samples:
-        logprobs = (sampler.behaviour_logprobs(sample.rollout, rules), sampler.head_logprobs(sample.rollout, rules))
+        try:
+            logprobs = sampler.behaviour_logprobs(sample.rollout, rules), sampler.head_logprobs(sample.rollout, rules)
+        except PeerFault:
+            return "malformed"
         if not all(np.isfinite(values).all() for values in logprobs):
             return "not_finite"
     return None

@@ -101,8 +101,6 @@ class ProcessConfig(Config):
     """How often a resume point is written; versions in between are made again from the journal."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
     """Resume points kept on disk."""
-    keep_batches: Annotated[int, Field(ge=1)] = 16
-    """Recorded batches kept on disk for explain-step."""
 
 
 class LearnerConfig(Config):

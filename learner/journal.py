@@ -3,13 +3,13 @@
 ::
 
     batches/00000012/plan.json         write-ahead: the plan, and the admitted groups as the coordinator gave them
-    batches/00000012/<sha256>          every bundle of the batch
     batches/00000012/publication.json  what the step made, before anybody is told
     batches/00000012/told              empty: everybody was told
     quarantine.jsonl                   groups and batches that must not be trained on, with the reason
     metrics.jsonl                      one line per version
 
-With the model's first weights this is enough to make every later version again, byte by byte.
+With the model's first weights and the bundles, which the object store keeps, this is enough to make every later
+version again, byte by byte.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from learner.disk import E_WORK_DIR, append_line, disk_faults, whole_directory, write_file
+from learner.disk import E_WORK_DIR, append_line, disk_faults, write_file
 from learner.metrics import Metrics
 from protocol.api import AdmittedGroup, WireEnvelope
-from protocol.errors import E_NOT_FOUND, LocalFault
+from protocol.errors import LocalFault
 from protocol.messages import BatchPlan, UpdateReceipt
 
 _R = TypeVar("_R", bound=BaseModel)
@@ -63,28 +63,13 @@ class Journal:
 
     # -- one step ----------------------------------------------------------------------------------------
 
-    def write_plan(self, step: PlannedStep, bundles: dict[str, bytes]) -> None:
+    def write_plan(self, step: PlannedStep) -> None:
         """Write down a step before it is taken."""
-        with whole_directory(self._batch(step.plan.version)) as folder:
-            for sha256, data in bundles.items():
-                write_file(folder / sha256, data)
-            write_file(folder / "plan.json", step.model_dump_json().encode())
+        write_file(self._batch(step.plan.version) / "plan.json", step.model_dump_json().encode())
 
     def plan(self, version: int) -> PlannedStep | None:
         """The plan of the step that makes ``version``, or None."""
         return self._read(PlannedStep, version, "plan.json")
-
-    def bundle(self, version: int, sha256: str) -> bytes:
-        """A bundle of that step.
-
-        Raises:
-            LocalFault: ``E_NOT_FOUND`` or ``E_WORK_DIR``.
-        """
-        path = self._batch(version) / sha256
-        if not path.is_file():
-            raise LocalFault(E_NOT_FOUND, f"bundle {sha256[:16]} is not in the record of version {version}")
-        with disk_faults(f"read {path}"):
-            return path.read_bytes()
 
     def drop_plan(self, version: int) -> None:
         """Forget a plan that the coordinator refused; nothing was trained on it."""
@@ -111,19 +96,6 @@ class Journal:
         """Newest version that was made, or None."""
         made = [int(path.parent.name) for path in (self.work / "batches").glob("[0-9]*/publication.json")]
         return max(made, default=None)
-
-    def prune(self, oldest_needed: int, keep: int) -> None:
-        """Drop bundles of steps that are older than ``oldest_needed`` and not among the newest ``keep``.
-
-        Plans and publications stay: they are small, and ``explain-step`` reads them.
-        """
-        steps = sorted(path for path in (self.work / "batches").glob("[0-9]*") if path.is_dir())
-        with disk_faults("drop old bundles"):
-            for folder in steps[:-keep]:
-                if int(folder.name) < oldest_needed:
-                    for path in folder.iterdir():
-                        if len(path.name) == 64:
-                            path.unlink()
 
     # -- what must not be used ---------------------------------------------------------------------------
 

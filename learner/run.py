@@ -262,30 +262,31 @@ class Learner:
             issued_at_ms=self.clock.now_ms(),
         )
         planned = PlannedStep(plan=plan, groups=[r.admitted for r in ready], wait_s=wait_s)
-        self.journal.write_plan(planned, {sha: data for r in ready for sha, data in r.bundles.items()})
+        self.journal.write_plan(planned)
         return planned
 
     def _train(self, planned: PlannedStep) -> StepResult:
-        """Take the step of a plan from what the journal holds, so that every repetition sees the same bytes."""
+        """Take the step of a plan from what journal and store hold, so that every repetition sees the same bytes."""
         if planned.plan.config_sha256 != self.config.learning_sha256():
             raise LocalFault(
                 E_RESUME, f"version {planned.plan.version} was planned under other settings",
                 expected=planned.plan.config_sha256, got=self.config.learning_sha256(),
                 hint="start once with the earlier settings; change them after that version is out",
             )
-        result = self.trainer.train_step(self.batch_of(planned), self.should_stop)
+        batch = self._insist("read a batch", lambda: self.batch_of(planned))
+        result = self.trainer.train_step(batch, self.should_stop)
         self._trained = planned.plan.version
         return result
 
     def batch_of(self, planned: PlannedStep) -> Batch:
-        """The training data of a plan."""
+        """The training data of a plan.
+
+        Raises:
+            PeerFault: what ``Admission.admit`` finds.
+            LocalFault, Transient: a bundle cannot be read from the store.
+        """
         version = planned.plan.parent_version
-        admission = Admission(self.manifest, {})
-        groups = []
-        for group in planned.groups:
-            hashes = {sample.object_sha256 for sample in group.samples}
-            bundles = {sha256: self.journal.bundle(planned.plan.version, sha256) for sha256 in hashes}
-            groups.append(admission.admit(group, bundles, version))
+        groups = [self._room.data_of(group, version) for group in planned.groups]
         return make_batch(groups, version, self.manifest.sampling, self.config)
 
     def _finish(self, planned: PlannedStep, result: StepResult, step_s: float) -> None:
@@ -350,7 +351,7 @@ class Learner:
         logger.info("published", extra={name: publication.metrics.get(name) for name in shown})
 
     def _save(self, *, force: bool = False) -> None:
-        """Write a resume point when one is due, and drop what is no longer needed."""
+        """Write a resume point when one is due."""
         process = self.config.process
         if self._newest is None or self._trained != self.version:
             return
@@ -359,8 +360,6 @@ class Learner:
         point = ResumePoint(self.version, self._newest.manifest.state_root, self.trainer.state_dict())
         self.points.save(point, process.keep_checkpoints)
         self._saved = self.version
-        oldest = min((int(name) for name in self.points.names()), default=0)
-        self.journal.prune(oldest + 1, process.keep_batches)
 
 
 def _receipts(group: AdmittedGroup) -> list[str]:

@@ -62,7 +62,8 @@ class Trainer:
         self._optimiser = _adamw(self.masters.tensors, config.optim)
         self.model.train(config.batch.gradient_checkpointing)  # layers are recomputed only in training mode
         if config.batch.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable()
+            # Renamed in transformers 5; the old name goes in 6.
+            getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)()
 
     @classmethod
     def open(cls, model_dir: Path, layout: Layout, state: State, config: LearnerConfig,

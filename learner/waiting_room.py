@@ -22,7 +22,6 @@ class ReadyGroup:
 
     admitted: AdmittedGroup
     data: TrainingGroup
-    bundles: dict[str, bytes]
 
 
 class WaitingRoom:
@@ -50,23 +49,40 @@ class WaitingRoom:
         known = self._ready.get(group.group)
         return known is not None and known.admitted == group and not self._admission.is_stale(group, version)
 
+    def data_of(self, group: AdmittedGroup, version: int) -> TrainingGroup:
+        """A planned group as training data: as it waits here, or read from the store and checked again.
+
+        Raises:
+            PeerFault: what ``Admission.admit`` finds.
+            LocalFault, Transient: a bundle cannot be read.
+        """
+        known = self._ready.get(group.group)
+        if known is not None and known.admitted == group:
+            return known.data
+        return self._admission.admit(group, self._bundles(group), version)
+
     def _take(self, group: AdmittedGroup, version: int) -> None:
         try:
-            bundles = {
-                sha256: self._store.get(sha256, bundle.MAX_BYTES)
-                for sha256 in sorted({sample.object_sha256 for sample in group.samples})
-            }
+            bundles = self._bundles(group)
         except AssayError as error:
             logger.warning("bundles of a group cannot be read now", extra={"group": group.group, "detail": str(error)})
             return
         try:
             data = self._admission.admit(group, bundles, version)
         except PeerFault as error:
-            if error.code != E_TOO_STALE:
-                logger.warning("an admitted group is refused", extra={"group": group.group, "detail": str(error)})
-                self._journal.quarantine_group(group.group, error.code, str(error))
-            elif group.group not in self._stale:
-                self._stale.add(group.group)
-                logger.warning("a group came too late", extra={"group": group.group, "detail": str(error)})
-            return
-        self._ready[group.group] = ReadyGroup(group, data, bundles)
+            self._refuse(group, error)
+        else:
+            self._ready[group.group] = ReadyGroup(group, data)
+
+    def _refuse(self, group: AdmittedGroup, error: PeerFault) -> None:
+        fields = {"group": group.group, "detail": str(error)}
+        if error.code != E_TOO_STALE:
+            logger.warning("an admitted group is refused", extra=fields)
+            self._journal.quarantine_group(group.group, error.code, str(error))
+        elif group.group not in self._stale:
+            logger.warning("a group came too late", extra=fields)
+            self._stale.add(group.group)
+
+    def _bundles(self, group: AdmittedGroup) -> dict[str, bytes]:
+        hashes = sorted({sample.object_sha256 for sample in group.samples})
+        return {sha256: self._store.get(sha256, bundle.MAX_BYTES) for sha256 in hashes}
