@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -81,7 +82,7 @@ class Database:
         Raises:
             LocalFault: ``E_DATABASE_SCHEMA``.
         """
-        wanted = ScriptDirectory.from_config(_alembic_config()).get_current_head()
+        wanted = _newest_revision()
         with self.engine.connect() as connection:
             found = MigrationContext.configure(connection).get_current_revision()
         if found != wanted:
@@ -140,6 +141,11 @@ def _set_pragmas(connection: Any, _record: Any) -> None:
 def _begin(connection: Connection) -> None:
     write = connection.get_execution_options().get("assay_write")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+
+@cache
+def _newest_revision() -> str | None:
+    return ScriptDirectory.from_config(_alembic_config()).get_current_head()
 
 
 def _alembic_config() -> AlembicConfig:

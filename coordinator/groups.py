@@ -47,11 +47,13 @@ class Groups:
         version = head_version(session)
         if version is None:
             return 0
-        batches = self._batch.max_lag_versions + 1
+        batch = self._batch.groups_per_batch
+        most = (self._batch.max_lag_versions + 1) * batch
         if self._batch.max_versions is not None:
-            batches = min(batches, self._batch.max_versions - version)
+            # The spare quarter replaces groups that the learner refuses for reasons of its own.
+            most = min(most, (self._batch.max_versions - version) * batch + max(1, batch // 4))
         live = session.scalar(select(func.count()).select_from(Group).where(Group.state.in_(LIVE))) or 0
-        return max(0, batches * self._batch.groups_per_batch - live)
+        return max(0, most - live)
 
     def open_one(self, session: Session, now_ms: int) -> list[Unit]:
         """Open the next group at the newest version; its units."""

@@ -16,7 +16,8 @@ from coordinator.run import Run
 RATE_WINDOW_MS: Final = 30_000
 #: Rows shown at most; ``/v1/nodes`` has all nodes.
 MAX_NODES: Final = 200
-MAX_BATCHES: Final = 2000
+MAX_REWARDS: Final = 2000
+MAX_STEPS: Final = 50
 MAX_CHECKPOINTS: Final = 50
 
 
@@ -65,16 +66,18 @@ def _group_counts(session: Session) -> dict[str, int]:
 
 
 def _batches(session: Session) -> dict[str, Any]:
-    rows = session.scalars(select(Batch).order_by(Batch.version.desc()).limit(MAX_BATCHES)).all()[::-1]
+    wanted = select(Batch.version, Batch.reward_micro, Batch.lag_milli, Batch.tokens, Batch.posted_ms, Batch.metrics)
+    rows = session.execute(wanted.order_by(Batch.version.desc()).limit(MAX_STEPS)).all()[::-1]
+    rewards = session.scalars(select(Batch.reward_micro).order_by(Batch.version.desc()).limit(MAX_REWARDS)).all()[::-1]
     return {
-        "reward_mean": [row.reward_micro / 1e6 for row in rows],
+        "reward_mean": [reward / 1e6 for reward in rewards],
         "batches": [
             {
                 "version": row.version, "reward_mean": row.reward_micro / 1e6, "lag_mean": row.lag_milli / 1e3,
                 "tokens": row.tokens, "posted_ms": row.posted_ms,
                 "metrics": {name: value / 1e6 for name, value in (row.metrics or {}).items()},
             }
-            for row in rows[-200:]
+            for row in rows
         ],
     }
 
@@ -95,7 +98,11 @@ def _audits(session: Session, totals: dict[str, int], now_ms: int) -> dict[str, 
 
 
 def _checkpoints(session: Session, version: int | None, now_ms: int) -> dict[str, Any]:
-    rows = session.scalars(select(Checkpoint).order_by(Checkpoint.version.desc()).limit(MAX_CHECKPOINTS)).all()
+    wanted = select(
+        Checkpoint.version, Checkpoint.received_ms, Checkpoint.diff_bytes, Checkpoint.anchor_bytes,
+        Checkpoint.full_bytes, Checkpoint.state_root,
+    )
+    rows = session.execute(wanted.order_by(Checkpoint.version.desc()).limit(MAX_CHECKPOINTS)).all()
     with_diff = select(func.avg(Checkpoint.diff_bytes)).where(Checkpoint.diff_bytes > 0)
     mean = session.scalar(with_diff)
     full = select(Checkpoint.full_bytes).where(Checkpoint.full_bytes > 0).order_by(Checkpoint.version.desc()).limit(1)

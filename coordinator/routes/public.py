@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Path, Query
 from fastapi.responses import PlainTextResponse, Response
 from sqlalchemy import select
 
@@ -18,6 +18,8 @@ from protocol.envelope import Envelope
 from protocol.errors import E_NOT_FOUND, LocalFault
 
 router = APIRouter()
+
+Number = Annotated[int, Path(ge=0, lt=2**48)]
 
 
 @router.get("/healthz", response_class=PlainTextResponse, tags=["operation"])
@@ -59,7 +61,7 @@ def head(desk: Desk) -> dict[str, Any]:
 
 
 @router.get("/v1/checkpoints/{version}", tags=["public"])
-def checkpoint(desk: Desk, version: int) -> dict[str, Any]:
+def checkpoint(desk: Desk, version: Number) -> dict[str, Any]:
     """The manifest of one version, signed by the learner."""
     with desk.database.read() as session:
         return checkpoints.manifest(session, version).to_dict()
@@ -68,8 +70,8 @@ def checkpoint(desk: Desk, version: int) -> dict[str, Any]:
 @router.get("/v1/checkpoints", response_model=CheckpointsReply, tags=["public"])
 def checkpoint_list(
     desk: Desk,
-    first: Annotated[int, Query(alias="from", ge=0)] = 0,
-    last: Annotated[int, Query(alias="to", ge=0)] = 2**48 - 1,
+    first: Annotated[int, Query(alias="from", ge=0, lt=2**48)] = 0,
+    last: Annotated[int, Query(alias="to", ge=0, lt=2**48)] = 2**48 - 1,
 ) -> CheckpointsReply:
     """Manifests of a span of versions, both ends included."""
     with desk.database.read() as session:
@@ -125,7 +127,7 @@ def evidence(desk: Desk, receipt_id: str) -> Response:
 
 
 @router.get("/v1/groups/{group}", tags=["public"])
-def group(desk: Desk, group: int) -> dict[str, Any]:
+def group(desk: Desk, group: Number) -> dict[str, Any]:
     """A group and how its units stand."""
     with desk.database.read() as session:
         row = session.get(Group, group)
@@ -158,7 +160,7 @@ def epoch_list(desk: Desk) -> dict[str, Any]:
 
 
 @router.get("/v1/epochs/{epoch}/draws", tags=["public"])
-def epoch_draws(desk: Desk, epoch: int) -> dict[str, Any]:
+def epoch_draws(desk: Desk, epoch: Number) -> dict[str, Any]:
     """Receipts of one epoch with the rate each was drawn at."""
     with desk.database.read() as session:
         return {"draws": epochs.draws_of(session, epoch)}
@@ -166,7 +168,7 @@ def epoch_draws(desk: Desk, epoch: int) -> dict[str, Any]:
 
 @router.get("/v1/log", tags=["public"])
 def log(
-    desk: Desk, after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 100
+    desk: Desk, after: Annotated[int, Query(ge=0, lt=2**48)] = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 100
 ) -> dict[str, Any]:
     """Entries of the append-only log that follow number ``after``."""
     with desk.database.read() as session:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Path, Query
 
 from coordinator.routes.common import Desk, TrustedEnvelope, takes
 from protocol.api import Ack, AdmittedReply, BatchReply, ClaimReply
@@ -56,6 +56,6 @@ def admitted(desk: Desk, limit: Annotated[int, Query(ge=1, le=4096)] = 64) -> Ad
 
 
 @router.get("/batches/{version}", response_model=BatchReply)
-def batch(desk: Desk, version: int) -> BatchReply:
+def batch(desk: Desk, version: Annotated[int, Path(ge=0, lt=2**48)]) -> BatchReply:
     """The plan of one version and the groups it consumed."""
     return desk.batch(version)

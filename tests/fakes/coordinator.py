@@ -22,6 +22,7 @@ from coordinator.invites import create as create_invite
 from coordinator.keyring import write_secret
 from protocol.api import AuditJob, JoinLink, LeaseReply, SubmitReply
 from protocol.client import CoordinatorClient
+from protocol.clock import Clock
 from protocol.identity import Identity
 from protocol.messages import (
     AuditClaim,
@@ -151,7 +152,7 @@ class Party:
 
     key: Identity
     client: CoordinatorClient
-    clock: FakeClock
+    clock: Clock
     nonces: int = 0
 
     def nonce(self) -> str:
@@ -211,7 +212,7 @@ class FakeNode(Party):
         self.client.upload(request, data)
 
     def finish(self, lease: Lease, digest: str, text: str = "") -> SubmitReply:
-        self.clock.advance(0.001)
+        self.clock.sleep(0.001)  # one submission per instant
         self.upload(self.bundle(lease, text))
         return self.client.submit(self.commitment(lease, digest, text))
 

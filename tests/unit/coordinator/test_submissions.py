@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from protocol.envelope import Envelope
 from protocol.errors import PeerFault
 from protocol.identity import Identity
 from protocol.messages import Receipt, UploadRequest
@@ -18,7 +19,8 @@ def test_the_receipt_binds_what_was_committed(world: World) -> None:
     receipt = Receipt.open(reply.receipt, world.keys["coordinator"].public_key, run_id=RUN_ID)
     row = world.http.get(f"/v1/receipts/{receipt.receipt_id}").json()
     assert receipt.lease_id == lease.lease_id
-    assert receipt.commitment_sha256 == row["commitment"] and False or row["sha256"] == reply.receipt.digest
+    assert receipt.commitment_sha256 == Envelope.from_dict(row["commitment"]).digest
+    assert row["sha256"] == reply.receipt.digest
     assert receipt.epoch_key_sha256 == world.http.get("/v1/epochs").json()["epochs"][0]["key_sha256"]
     assert row["drawn"] is None  # secret until the epoch ends
 
@@ -84,8 +86,8 @@ def test_the_wrong_key_is_refused(world: World) -> None:
     answer = world.http.post("/v1/submissions", content=message.sign(Identity(b"x" * 32)).to_bytes())
     assert (answer.status_code, answer.json()["code"]) == (403, "E_WRONG_KEY")
     envelope = message.sign(node.key)
-    broken = dict.fromkeys(envelope.signatures, b"\0" * 64)
-    answer = world.http.post("/v1/submissions", content=type(envelope)(message.TYPE, envelope.payload, broken).to_bytes())
+    broken = Envelope(message.TYPE, envelope.payload, dict.fromkeys(envelope.signatures, b"\0" * 64))
+    answer = world.http.post("/v1/submissions", content=broken.to_bytes())
     assert answer.json()["code"] == "E_SIGNATURE"
     answer = world.http.post("/v1/submissions", content=node.hello().sign(node.key).to_bytes())
     assert answer.json()["code"] == "E_PAYLOAD_TYPE"
