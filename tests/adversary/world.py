@@ -67,7 +67,7 @@ ROOT, COORDINATOR, LEARNER, VERIFIER, NODE = (
 class World:
     """Four published versions, one environment, one node; everything an attack needs to be set up honestly first."""
 
-    def __init__(self, folder: Path, *, max_new_tokens: int = 48, tie_rows: bool = False, versions: int = 4):
+    def __init__(self, folder: Path, *, max_new_tokens: int = 32, tie_rows: bool = False, versions: int = 4):
         torch.set_num_threads(1)
         self.folder = folder
         self.clock = FakeClock()
@@ -107,7 +107,7 @@ class World:
     ) -> Lease:
         prompt = self.task.prompt_tokens(self.task.problem(group), self.tokenizer)
         return Lease(
-            run_id=RUN_ID, lease_id=hashlib.md5(f"{group} {samples} {node.id}".encode()).hexdigest(), node_id=node.id,
+            run_id=RUN_ID, lease_id=hashlib.sha256(f"{group} {list(samples)} {start_version} {node.id}".encode()).hexdigest()[:32], node_id=node.id,
             environment="sort", group=group, samples=list(samples), prompt_tokens=prompt,
             prompt_sha256=prompt_digest(prompt), start_version=start_version,
             beacon=self.checkpoints[start_version][0].beacon, issued_at_ms=self.clock.now_ms(),
@@ -247,7 +247,7 @@ def _first_state(layout: Layout, rng: np.random.Generator) -> State:
     state = {}
     for entry in layout.entries:
         one_dimensional = len(entry.shape) == 1
-        values = np.ones(entry.shape) if one_dimensional else rng.normal(0, 0.25, entry.shape)
+        values = np.ones(entry.shape) if one_dimensional else rng.normal(0, 0.3, entry.shape)
         state[entry.name] = _to_bits(values)
     return state
 
@@ -272,7 +272,7 @@ def _layout(model: torch.nn.Module) -> Layout:
 def _model_folder(folder: Path) -> Path:
     """config.json and a tokenizer of single characters."""
     LlamaConfig(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=0, eos_token_id=EOS,
     ).save_pretrained(folder)
     words = ["<pad>", "<eos>", "<unk>", *"><~=abcdefghijklmnopqrstuvwxyz"]
