@@ -109,11 +109,12 @@ class TorchEngine:
             self.check(request)
         self._scheduler.submit(requests)
 
+    @torch.inference_mode()
     def cancel(self, keys: Sequence[str]) -> None:
         """Forget requests; unknown keys are ignored."""
-        self._scheduler.drop(frozenset(keys))
-        rows = self._scheduler.rows
-        self._remove([slot for slot, row in enumerate(rows) if row.request.key in keys])
+        dropped = frozenset(keys)
+        self._scheduler.drop(dropped)
+        self._remove([slot for slot, row in enumerate(self._scheduler.rows) if row.request.key in dropped])
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
