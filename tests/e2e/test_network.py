@@ -1,0 +1,179 @@
+"""The whole network of real processes: stopped, resumed, every process killed, cheats caught, nothing lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.event_log import check_chain
+from protocol.envelope import Envelope
+from tests.e2e.harness import Up, is_gone, newest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+HONEST = ("alice", "bob")
+VICTIMS = ("learner", "alice", "verifier", "coordinator", "bob")
+#: Few versions, so that the run ends soon; the last drills may not come to their turn.
+VERSIONS = 6
+SUMMARY_KEYS = {
+    "versions_published", "reward_first", "reward_last", "rollouts_accepted", "rollouts_rejected", "tokens_generated",
+    "tokens_trained", "honest_nodes_banned", "cheaters", "diff_bytes_mean", "full_bytes", "roots_equal", "wall_s",
+}
+
+
+@dataclass
+class Story:
+    """What was seen of one run over two starts."""
+
+    directory: Path
+    stop_status: int = -1
+    stop_pids: list[int] = field(default_factory=list)
+    stop_left_summary: bool = True
+    version_before: int = -1
+    version_after: int = -1
+    logs: list[list[dict[str, Any]]] = field(default_factory=list)  #: of the coordinator, at moments of the run
+    end_status: int = -1
+    end_pids: list[int] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
+        return value
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    story = Story(tmp_path_factory.mktemp("network") / "run")
+    with Up(story.directory, "--max-versions", str(VERSIONS), "--seed", "3") as up:
+        up.wait_for_version(1, 240)
+        story.logs.append(up.log_entries())
+        story.version_before = newest(up.events)
+        up.interrupt()
+        story.stop_status = up.end(120)
+        story.stop_pids = up.pids()
+        story.stop_left_summary = (story.directory / "summary.json").exists()
+    with Up(story.directory) as up:
+        up.wait_for(lambda events: newest(events) >= 0, 120, "status")
+        story.version_after = newest(up.events)
+        for victim in VICTIMS:
+            story.logs.append(up.log_entries())
+            up.kill(victim)
+        up.wait_for(lambda events: any(e["event"] == "complete" for e in events), 240, "end of the run")
+        story.end_status = up.end(150)
+        story.end_pids, story.events = up.pids(), list(up.events)
+        assert story.end_status == 0, up.story()
+    return story
+
+
+@pytest.fixture(scope="module")
+def afterwards(story: Story) -> Iterator[Up]:
+    """The run's coordinator alone, started again over what was left."""
+    up = Up(story.directory)
+    log = story.directory / "logs" / "afterwards.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "assay", "coordinator", "serve", str(story.directory / "coordinator")],
+            stdout=out, stderr=out, start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while b"Serving at" not in log.read_bytes():
+            assert time.monotonic() < deadline, log.read_text()
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        yield up
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+
+
+def test_ctrl_c_drains_everything_and_the_run_goes_on(story: Story) -> None:
+    assert story.stop_status == 0
+    assert not story.stop_left_summary
+    assert [pid for pid in story.stop_pids if not is_gone(pid)] == []
+    assert story.version_after >= story.version_before >= 1
+
+
+def test_it_ends_by_itself_with_the_promised_summary(story: Story) -> None:
+    assert story.end_status == 0
+    assert set(story.summary) == SUMMARY_KEYS
+    assert story.summary["versions_published"] == VERSIONS
+    assert story.summary["honest_nodes_banned"] == 0
+    assert story.summary["rollouts_accepted"] > 0
+    assert 0 < story.summary["diff_bytes_mean"] < story.summary["full_bytes"]
+    assert [pid for pid in story.end_pids if not is_gone(pid)] == []
+
+
+def test_every_node_ends_on_the_same_bits(story: Story) -> None:
+    assert story.summary["roots_equal"] is True
+    states = [json.loads((story.directory / "nodes" / name / "state.json").read_text()) for name in HONEST]
+    assert len({state["state_root"] for state in states}) == 1
+    assert {state["version"] for state in states} == {VERSIONS}
+
+
+def test_every_process_was_killed_and_came_back(story: Story) -> None:
+    restarted = {e["process"] for e in story.events if e["event"] == "restarted"}
+    assert set(VICTIMS) <= restarted
+
+
+def test_cheats_are_caught_and_the_evidence_convinces_a_stranger(story: Story) -> None:
+    caught = [cheater for cheater in story.summary["cheaters"] if cheater["caught"]]
+    assert caught
+    for cheater in caught:
+        evidence = story.directory / "evidence" / f"{cheater['attack']}.evidence"
+        audit = subprocess.run(
+            [sys.executable, "-m", "assay", "audit", str(evidence), "--checkpoint",
+             str(story.directory / "coordinator" / "store"), "--json"],
+            capture_output=True, text=True, timeout=120, check=False,
+        )
+        assert audit.returncode == 1, audit.stdout + audit.stderr
+        assert json.loads(audit.stdout)["code"] == cheater["code"]
+
+
+def test_no_acknowledged_work_is_lost(story: Story, afterwards: Up) -> None:
+    kept = 0
+    for name in HONEST:
+        for line in (story.directory / "nodes" / name / "receipts.jsonl").read_text().splitlines():
+            held = Envelope.from_dict(json.loads(line)["receipt"])
+            receipt_id = json.loads(held.payload)["receipt_id"]
+            known = Envelope.from_dict(afterwards.get(f"/v1/receipts/{receipt_id}")["receipt"])
+            assert known == held
+            kept += 1
+    assert kept > 0
+
+
+def trained(afterwards: Up) -> list[dict[str, Any]]:
+    """All samples that any version was trained on."""
+    batches = [afterwards.get(f"/v1/batches/{version}") for version in range(1, VERSIONS + 1)]
+    return [sample | {"group": group["group"]} for batch in batches for group in batch["groups"]
+            for sample in group["samples"]]
+
+
+def test_no_rollout_is_trained_on_twice(afterwards: Up) -> None:
+    used = [(sample["group"], sample["sample"]) for sample in trained(afterwards)]
+    run = afterwards.get("/v1/status")["run"]
+    assert len(used) == len(set(used)) == VERSIONS * run["groups_per_batch"] * run["group_size"]
+
+
+def test_the_log_only_ever_grew(story: Story, afterwards: Up) -> None:
+    final = afterwards.log_entries()
+    check_chain(final)
+    for earlier in story.logs:
+        assert final[: len(earlier)] == earlier
+
+
+def test_drill_work_never_reached_the_learner(afterwards: Up) -> None:
+    drills = {drill["node"] for drill in afterwards.get("/v1/status")["drills"]}
+    workers = {sample["node_id"] for sample in trained(afterwards)}
+    assert drills
+    assert workers
+    assert not drills & workers

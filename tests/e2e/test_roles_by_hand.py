@@ -1,0 +1,129 @@
+"""Each role through its own command line, as the README says: operate, lend compute, audit."""
+
+import base64
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from coordinator.up_plan import free_port
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+VERSIONS = 2
+
+
+def assay(*arguments: str, status: int = 0, timeout: float = 200) -> str:
+    """Run a command to its end and return what it printed."""
+    result = subprocess.run(
+        [sys.executable, "-m", "assay", *arguments], capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert result.returncode == status, f"{arguments}: {result.returncode}\n{result.stdout}\n{result.stderr}"
+    return result.stdout + result.stderr
+
+
+@contextmanager
+def terminal(directory: Path, name: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A command left running in its own terminal; Ctrl-C at the end."""
+    with (directory / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "assay", *arguments], stdout=log, stderr=log, start_new_session=True, cwd=directory
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+
+
+def wait_until(found: Any, timeout_s: float, what: str, directory: Path) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (value := found()):
+        logs = "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(directory.glob("*.log")))
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s} s\n{logs}"
+        time.sleep(0.3)
+    return value
+
+
+def status(url: str) -> dict[str, Any] | None:
+    try:
+        value: dict[str, Any] = httpx.get(f"{url}/v1/status", timeout=10, trust_env=False).raise_for_status().json()
+    except httpx.HTTPError:
+        return None
+    return value
+
+
+def test_three_roles_in_separate_terminals(tmp_path: Path) -> None:
+    run, port = tmp_path / "run", free_port()
+    url = f"http://127.0.0.1:{port}"
+    assay("learner", "init-model", "--preset", "tiny", "--out", str(tmp_path / "model"))
+    founded = assay(
+        "coordinator", "init", str(run), "--preset", "tiny", "--model", str(tmp_path / "model"), "--port", str(port),
+        "--max-versions", str(VERSIONS),
+    )
+    link = (run / "link.txt").read_text().strip()
+    assert link in founded
+    root = re.search(r"root=([0-9a-f]{64})", link)
+    assert root is not None
+    role = ["--coordinator", url, "--root", root.group(1)]
+    with ExitStack() as terminals:
+        def opened(name: str, *arguments: str) -> subprocess.Popen[bytes]:
+            return terminals.enter_context(terminal(tmp_path, name, *arguments))
+
+        opened("coordinator", "coordinator", "serve", str(run))
+        wait_until(lambda: status(url), 60, "coordinator", tmp_path)
+        learner = opened(
+            "learner", "learner", "run", *role, "--key", str(run / "keys" / "learner.key"),
+            "--store", f"dir:{run / 'store'}", "--model", str(tmp_path / "model"), "--work", str(tmp_path / "learner"),
+        )
+        opened(
+            "verifier", "verifier", "run", *role, "--key", str(run / "keys" / "verifier.key"),
+            "--work", str(tmp_path / "verifier"),
+        )
+        home = tmp_path / "home"
+        assay("node", "join", link, "--home", str(home), "--name", "zoe")
+        assay("node", "join", link, "--home", str(home), "--name", "zoe")  # repeating it is harmless
+        drilled = assay("node", "run", "--home", str(home), "--drill", "int8", status=3)
+        assert "E_DRILL_NOT_ENROLLED" in drilled
+        node = opened("node", "node", "run", "--home", str(home))
+        wait_until(lambda: (status(url) or {}).get("rollouts", {}).get("accepted"), 120, "accepted rollout", tmp_path)
+        told = json.loads(assay("node", "status", "--home", str(home), "--json"))
+        assert told["running"] is True
+        wait_until(lambda: learner.poll() is not None and node.poll() is not None, 150, "end of the run", tmp_path)
+        assert (learner.returncode, node.returncode) == (0, 0)
+        audit_one(url, run, home, root.group(1))
+    assert (run / "coordinator.db").exists()
+
+
+def audit_one(url: str, run: Path, home: Path, root: str) -> None:
+    """Any receipt of the run, audited by a stranger; a damaged file and a wrong root are named."""
+    receipt = json.loads((home / "receipts.jsonl").read_text().splitlines()[0])["receipt"]
+    receipt_id = json.loads(base64.b64decode(receipt["payload"]))["receipt_id"]
+    file = home / "one.evidence"
+    answer = httpx.get(f"{url}/v1/evidence/{receipt_id}", timeout=30, trust_env=False).raise_for_status()
+    file.write_bytes(answer.content)
+    store = str(run / "store")
+    report = json.loads(assay("audit", str(file), "--checkpoint", store, "--root", root, "--json"))
+    assert report["outcome"] == "pass"
+    assert report["recomputed"] is True
+    assay("audit", str(file), "--checkpoint", store, "--root", "00" * 32, status=3)
+    assay("audit", str(home / "none.evidence"), status=2)
+    broken = home / "broken.evidence"
+    broken.write_bytes(file.read_bytes()[:-100])
+    assay("audit", str(broken), "--checkpoint", store, status=3)
