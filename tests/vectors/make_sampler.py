@@ -5,7 +5,9 @@ It follows ``docs/spec/sampler.md`` and imports nothing of ``protocol``, so that
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 from decimal import Decimal, getcontext
 from typing import Any
 
@@ -127,6 +129,7 @@ def changed(base: dict[str, Any], **columns: dict[int, int]) -> dict[str, Any]:
 
 
 def make() -> None:
+    make_seeds()
     make_parts()
     base = rollout(made_up_logits(40), SEED, RULES)
     write("sampler", "rollout", {
@@ -135,6 +138,18 @@ def make() -> None:
     })
     make_wrong_draws(base)
     make_bad_heads(base)
+
+
+def make_seeds() -> None:
+    run_id, beacon, prompt = "0123456789abcdef" * 2, "ab" * 32, [1, 4093, 49_151, 2**31 - 1]
+    digest = hashlib.sha256(struct.pack("<4I", *prompt)).digest()
+    text = b"assay.rollout-seed.v1\0" + bytes.fromhex(run_id) + bytes.fromhex(beacon) + digest
+    places = [(0, 0), (0, 1), (1, 0), (2**40 + 7, 65_535)]
+    write("sampler", "seeds", {
+        "about": "group, sample -> seed of the rollout", "kind": "seeds", "run_id": run_id, "beacon": beacon,
+        "prompt": prompt, "prompt_sha256": digest.hex(),
+        "seeds": [[*place, hashlib.sha256(text + struct.pack("<QI", *place)).hexdigest()] for place in places],
+    })
 
 
 def make_parts() -> None:

@@ -1,6 +1,8 @@
 """Draws follow q exactly, replay accepts them all, and any edit is found at its position."""
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -160,9 +162,19 @@ def test_replay_takes_columns_of_any_layout(rng):
     assert replay(edited(rollout, tokens=strided), seed, rules) is None
 
 
-def test_importing_the_sampler_loads_neither_torch_nor_numba():
-    import subprocess
-    import sys
+def test_without_numba_replay_is_the_same(monkeypatch, rng):
+    monkeypatch.setitem(sys.modules, "protocol.sampler_jit", None)
+    monkeypatch.delattr("protocol.sampler_jit", raising=False)
+    sampler.compiled.cache_clear()
+    rules, seed = make_rules(), make_seed(1)
+    rollout = make_rollout(rng, rules, seed, length=20)
+    try:
+        assert sampler.compiled() is None
+        assert replay(rollout, seed, rules) is None
+    finally:
+        sampler.compiled.cache_clear()
 
+
+def test_importing_the_sampler_loads_neither_torch_nor_numba():
     code = "import sys, protocol.sampler, protocol.bundle; sys.exit(any(m in sys.modules for m in ('torch', 'numba')))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

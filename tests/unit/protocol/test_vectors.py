@@ -21,7 +21,16 @@ from protocol.identity import Identity
 from protocol.merkle import check_inclusion, counted_root, inclusion_proof, merkle_root
 from protocol.messages import SamplingRules
 from protocol.prng import exponential, row_keys, seed_words, uniforms
-from protocol.rollout import NO_CODE, Bundle, Finish, Rollout, Segment, SwapMode
+from protocol.rollout import (
+    NO_CODE,
+    Bundle,
+    Finish,
+    Rollout,
+    Segment,
+    SwapMode,
+    prompt_digest,
+    rollout_seed,
+)
 from protocol.sampler import TAIL, draw, draw_tail, quantise, replay
 from protocol.weight_table import float_weights, weight_table
 
@@ -59,6 +68,13 @@ def _same(a: Rollout, b: Rollout) -> None:
 
 
 # -- sampler -----------------------------------------------------------------------------------------------
+
+
+@_cases("sampler", "seeds")
+def test_seeds(case):
+    assert prompt_digest(case["prompt"]) == case["prompt_sha256"]
+    for group, sample, seed in case["seeds"]:
+        assert rollout_seed(case["run_id"], case["beacon"], case["prompt_sha256"], group, sample).hex() == seed
 
 
 @_cases("sampler", "weights")
