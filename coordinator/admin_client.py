@@ -23,7 +23,8 @@ class AdminClient:
         self._url = _serving_url(directory) or self._link.base_url
         token = _read(directory / "admin.token").strip()
         self._http = httpx.Client(
-            base_url=self._url, headers={"Authorization": f"Bearer {token}"}, timeout=TIMEOUT_S, transport=transport
+            base_url=self._url, headers={"Authorization": f"Bearer {token}"}, timeout=TIMEOUT_S, transport=transport,
+            trust_env=False,
         )
 
     def link(self, token: str) -> str:

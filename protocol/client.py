@@ -64,6 +64,8 @@ MAX_REPLY_BYTES: Final = 64 * 2**20
 MAX_OBJECT_BYTES: Final = 256 * 2**20
 #: Longest wait for one answer, in seconds; the deadline of the call may be nearer.
 REQUEST_TIMEOUT_S: Final = 30.0
+#: Never asked for through the proxy that the environment may name.
+_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _FIRST_BACKOFF_S: Final = 0.1
 _LAST_BACKOFF_S: Final = 5.0
 
@@ -105,6 +107,7 @@ class CoordinatorClient:
         self._random = random.Random(seed)
         self._http = httpx.Client(
             base_url=self.base_url, transport=transport, follow_redirects=True, timeout=REQUEST_TIMEOUT_S,
+            trust_env=httpx.URL(self.base_url).host not in _LOOPBACK,
             limits=httpx.Limits(max_connections=16, max_keepalive_connections=8),
         )
 
