@@ -16,7 +16,7 @@ from node.leaser import RUN_COMPLETE, Leaser
 from node.reporter import Reporter
 from node.spool import Receipts, Spool
 from node.unit import Unit
-from node.uploader import Uploader
+from node.uploader import SIDE_BY_SIDE, Outbox, Sealer, Uploader
 from node.watcher import Watcher
 from node.weights import Weights
 from node.worker import Worker
@@ -57,10 +57,12 @@ class Daemon:
         config, run, client, clock = parts.config, parts.run, parts.client, parts.clock
         spool = Spool(parts.home.spool)
         spool.sweep()
-        self._uploader = Uploader(
-            self.health, client, spool, Receipts(parts.home.path / "receipts.jsonl"), run, parts.identity,
-            parts.engine.profile, clock,
-        )
+        self._outbox = Outbox(spool)
+        self._sealer = Sealer(self.health, self._outbox, run, parts.identity, parts.engine.profile, clock)
+        receipts = Receipts(parts.home.path / "receipts.jsonl")
+        self._uploaders = [
+            Uploader(self.health, client, self._outbox, receipts, run, clock) for _ in range(SIDE_BY_SIDE)
+        ]
         reserve = max(run.batch.samples_per_lease, int(config.prefetch * parts.engine.capacity))
         self._leaser = Leaser(
             self.health, client, self._workload, parts.weights, run, parts.identity, parts.home, clock,
@@ -79,7 +81,7 @@ class Daemon:
     @property
     def workers(self) -> Sequence[Worker]:
         """The background threads."""
-        return (self._uploader, self._leaser, self._watcher, self._reporter)
+        return (self._sealer, *self._uploaders, self._leaser, self._watcher, self._reporter)
 
     # -- from outside ------------------------------------------------------------------------------------
 
@@ -105,7 +107,7 @@ class Daemon:
             "run_id": parts.run.run_id, "profile": parts.engine.profile, "version": newest,
             "engine_version": parts.engine.version, "announced_version": announced,
             "lag_versions": max(0, announced - parts.engine.version), "tokens": parts.engine.tokens,
-            "open_samples": open_samples, "capacity": parts.engine.capacity, "unsent": self._uploader.backlog,
+            "open_samples": open_samples, "capacity": parts.engine.capacity, "unsent": self._outbox.backlog,
             "free_disk_mb": parts.home.free_mb(), "started_at_ms": self._started_ms,
         }
 
@@ -150,7 +152,7 @@ class Daemon:
         for done in finished:
             complete = self._workload.finished(done)
             if complete is not None:
-                self._uploader.put(complete)
+                self._outbox.put(complete)
         if not engine.open_requests:
             self._workload.news.wait(_IDLE_S)
         self._workload.news.clear()
@@ -196,7 +198,7 @@ class Daemon:
         while self._workload.open_samples and self._time_left(generate_until) > 0:
             self._turn()
         self._give_up(_every, "node ends")
-        while self._uploader.backlog and self._time_left(upload_until) > 0:
+        while self._outbox.backlog and self._time_left(upload_until) > 0:
             self.health.stopping.wait(_IDLE_S)
         self._catch_up(deadline)
 

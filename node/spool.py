@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +93,7 @@ class Receipts:
     """The coordinator's signed receipts, one JSON line each: the node's proof of what it handed in."""
 
     def __init__(self, path: Path):
-        self._path = path
+        self._path, self._lock = path, threading.Lock()
 
     def add(self, lease_id: str, receipt: dict[str, object]) -> None:
         """Append a receipt.
@@ -101,10 +102,8 @@ class Receipts:
             LocalFault: ``E_SPOOL``.
         """
         try:
-            with self._path.open("a", encoding="utf-8") as file:
+            with self._lock, self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"lease_id": lease_id, "receipt": receipt}) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
         except OSError as error:
             raise LocalFault(E_SPOOL, f"cannot keep a receipt in {self._path}", got=str(error)) from None
 

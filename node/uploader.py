@@ -1,4 +1,4 @@
-"""The thread that turns finished units into signed commitments, keeps them on disk and delivers them."""
+"""The threads that turn finished units into commitments, keep them on disk and deliver them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import threading
 from typing import Final, Protocol
 
 from node.health import Health
-from node.spool import Receipts, Spool, Spooled
+from node.spool import E_SPOOL, Receipts, Spool, Spooled
 from node.unit import Unit
 from node.worker import Worker
 from protocol.api import E_NODE_BANNED, SubmitReply
 from protocol.bundle import bundle_root, encode
 from protocol.clock import Clock
-from protocol.errors import LocalFault, PeerFault, Transient, code
+from protocol.errors import AssayError, LocalFault, PeerFault, Transient, code
 from protocol.identity import Identity
 from protocol.messages import Commitment, Receipt, RunManifest, UploadRequest
 
@@ -23,6 +23,8 @@ E_RECEIPT = code("E_RECEIPT", "a receipt is for other work than the one that was
 
 _LOG = logging.getLogger(__name__)
 _WAIT_S: Final = 0.2
+#: Items delivered at once; most of the time of one is waiting for answers.
+SIDE_BY_SIDE: Final = 4
 
 
 class Office(Protocol):
@@ -37,21 +39,18 @@ class Office(Protocol):
         ...
 
 
-class Uploader(Worker):
-    """Spool first, then upload and submit; what is on disk at the start is delivered first."""
+class Outbox:
+    """Finished leases on their way out. All methods may be called from any thread."""
 
-    name = "uploads"
-
-    def __init__(
-        self, health: Health, office: Office, spool: Spool, receipts: Receipts, run: RunManifest, identity: Identity,
-        profile: str, clock: Clock,
-    ):
-        super().__init__(health)
-        self._office, self._spool, self._receipts = office, spool, receipts
-        self._manifest, self._identity, self._profile, self._clock = run, identity, profile, clock
-        self._finished: queue.SimpleQueue[Unit] = queue.SimpleQueue()
-        self._pending = list(spool.ids())
-        self._lock, self._backlog = threading.Lock(), len(self._pending)
+    def __init__(self, spool: Spool):
+        self.spool = spool
+        self.finished: queue.SimpleQueue[Unit] = queue.SimpleQueue()
+        self.spooled: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        kept = spool.ids()
+        self._backlog = len(kept)
+        for lease_id in kept:
+            self.spooled.put(lease_id)
 
     @property
     def backlog(self) -> int:
@@ -60,40 +59,46 @@ class Uploader(Worker):
 
     def put(self, unit: Unit) -> None:
         """Take over a complete unit."""
-        self._change_backlog(1)
-        self._finished.put(unit)
+        with self._lock:
+            self._backlog += 1
+        self.finished.put(unit)
+
+    def drop(self, lease_id: str) -> None:
+        """A lease is handed in, or lost."""
+        self.spool.drop(lease_id)
+        with self._lock:
+            self._backlog -= 1
+
+
+class Sealer(Worker):
+    """Spools finished units: nothing leaves the node before it is safe on disk."""
+
+    name = "sealing"
+
+    def __init__(
+        self, health: Health, outbox: Outbox, run: RunManifest, identity: Identity, profile: str, clock: Clock
+    ):
+        super().__init__(health)
+        self._outbox, self._manifest, self._identity = outbox, run, identity
+        self._profile, self._clock = profile, clock
 
     def work(self) -> float:
-        """Spool what is finished, then deliver one item.
+        """Encode and spool one unit.
 
         Raises:
-            LocalFault: the spool failed.
-            Transient: the coordinator or the store did not answer; the item stays.
+            LocalFault: the spool failed; the unit is tried again later.
         """
         try:
-            self._keep(self._finished.get(timeout=0 if self._pending else _WAIT_S))
+            unit = self._outbox.finished.get(timeout=_WAIT_S)
         except queue.Empty:
-            if not self._pending:
-                return 0.0
-        while not self._finished.empty():
-            self._keep(self._finished.get())
-        self._deliver(self._pending[0])
-        self._pending.pop(0)
-        self._change_backlog(-1)
-        return 0.0
-
-    def _change_backlog(self, by: int) -> None:
-        with self._lock:
-            self._backlog += by
-
-    def _keep(self, unit: Unit) -> None:
-        """Encode and spool a unit; when that fails it is tried again later."""
+            return 0.0
         try:
-            self._spool.put(self._sealed(unit))
+            self._outbox.spool.put(self._sealed(unit))
         except LocalFault:
-            self._finished.put(unit)
+            self._outbox.finished.put(unit)
             raise
-        self._pending.append(unit.id)
+        self._outbox.spooled.put(unit.id)
+        return 0.0
 
     def _sealed(self, unit: Unit) -> Spooled:
         bundle = unit.bundle()
@@ -107,10 +112,42 @@ class Uploader(Worker):
         )
         return Spooled(commitment, data)
 
+
+class Uploader(Worker):
+    """Uploads and submits what is spooled; several run side by side. What was on disk at the start goes first."""
+
+    name = "uploads"
+
+    def __init__(
+        self, health: Health, office: Office, outbox: Outbox, receipts: Receipts, run: RunManifest, clock: Clock
+    ):
+        super().__init__(health)
+        self._office, self._outbox, self._receipts = office, outbox, receipts
+        self._manifest, self._clock = run, clock
+
+    def work(self) -> float:
+        """Deliver one item.
+
+        Raises:
+            PeerFault: ``E_NODE_BANNED``.
+            Transient, LocalFault: the coordinator or the store did not answer, or failed; the item stays.
+        """
+        try:
+            lease_id = self._outbox.spooled.get(timeout=_WAIT_S)
+        except queue.Empty:
+            return 0.0
+        try:
+            self._deliver(lease_id)
+        except AssayError:
+            self._outbox.spooled.put(lease_id)
+            raise
+        self._outbox.drop(lease_id)
+        return 0.0
+
     def _deliver(self, lease_id: str) -> None:
         """Upload and submit one item; what the coordinator will never take is dropped and counted."""
         try:
-            item = self._spool.get(lease_id)
+            item = self._outbox.spool.get(lease_id)
             receipt = self._submit(item)
         except PeerFault as error:
             if error.code == E_NODE_BANNED:
@@ -118,6 +155,8 @@ class Uploader(Worker):
             self.health.refused(error)
             _LOG.warning("work refused: %s", error, extra={"code": error.code, "lease_id": lease_id})
         except LocalFault as error:
+            if error.code != E_SPOOL:
+                raise
             self.health.refused(error)
             _LOG.error("work lost: %s", error, extra={"code": error.code, "lease_id": lease_id})
         else:
@@ -126,7 +165,6 @@ class Uploader(Worker):
             self.health.count("submitted_rollouts", item.commitment.rollouts)
             self.health.count("submitted_tokens", item.commitment.tokens)
             _LOG.info("work handed in", extra={"lease_id": lease_id, "tokens": item.commitment.tokens})
-        self._spool.drop(lease_id)
 
     def _submit(self, item: Spooled) -> dict[str, object]:
         commitment = item.commitment
