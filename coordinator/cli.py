@@ -170,7 +170,10 @@ def nodes(directory: Dir = Path(), as_json: Json = False) -> None:
 
 @db.command()
 def check(directory: Directory) -> None:
-    """Say whether the database has the schema of this release."""
+    """Say whether the database has the schema of this release.
+
+    Example: assay coordinator db check run
+    """
     database = _database(directory)
     database.check_schema()
     print("The schema is up to date.")
@@ -178,7 +181,10 @@ def check(directory: Directory) -> None:
 
 @db.command()
 def upgrade(directory: Directory) -> None:
-    """Back the database up, then bring its schema to this release's. Stop the coordinator first."""
+    """Back the database up, then bring its schema to this release's. Stop the coordinator first.
+
+    Example: assay coordinator db upgrade run
+    """
     from coordinator.database import backup
 
     copy = backup(directory / "coordinator.db")
@@ -188,7 +194,10 @@ def upgrade(directory: Directory) -> None:
 
 @db.command("backup")
 def back_up(directory: Directory) -> None:
-    """Copy the database while it is in use."""
+    """Copy the database while it is in use.
+
+    Example: assay coordinator db backup run
+    """
     from coordinator.database import backup
 
     print(backup(directory / "coordinator.db"))

@@ -14,8 +14,8 @@ from coordinator.up_supervisor import State, Supervisor
 
 #: How long a node may finish and upload what it began before it gives the rest back.
 DRAIN_S: Final = 15
-#: How long a caught cheat may take to leave.
-LEAVE_S: Final = 5.0
+#: How long a caught cheat may take to leave; it has nothing to drain that anybody would take.
+LEAVE_S: Final = 1.0
 
 Enrol = Callable[[str, str], None]  #: node id, attack; raises AssayError
 Look = Callable[[], Status]  #: a fresh look at the run; raises AssayError
