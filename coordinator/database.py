@@ -65,6 +65,7 @@ class Database:
             raise Transient(E_DATABASE, "another writer holds the database", expected=f"< {BUSY_TIMEOUT_S:g} s")
         try:
             with _translated(), Session(self._writing_engine, expire_on_commit=False) as session, session.begin():
+                session.connection()  # take the lock now, so that all that is read next is what is written upon
                 yield session
         finally:
             self._writer.release()

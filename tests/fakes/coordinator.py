@@ -48,7 +48,7 @@ from protocol.messages import (
     UploadRequest,
     Verdict,
 )
-from protocol.store import DirectoryStore
+from protocol.store import DirectoryStore, Store
 from tests.fakes.clock import FakeClock
 
 RUN_ID = "ab" * 16
@@ -264,7 +264,7 @@ class FakeLearner(Party):
 
     manifests: list[Any] = field(default_factory=list)
 
-    def manifest(self, store: DirectoryStore | None = None, **changes: Any) -> CheckpointManifest:
+    def manifest(self, store: Store | None = None, **changes: Any) -> CheckpointManifest:
         version = len(self.manifests)
         parent = self.manifests[-1] if self.manifests else None
         chunk = ChunkRef(sha256=sha(f"chunk {version}"), size_bytes=len(f"chunk {version}"), max_output_bytes=1000)
@@ -333,8 +333,14 @@ class World:
         return found
 
     def client(self, key: Identity) -> CoordinatorClient:
+        return self.connect(self.transport, key, self.clock)
+
+    @staticmethod
+    def connect(
+        transport: httpx.BaseTransport, key: Identity, clock: FakeClock, run_id: str = RUN_ID
+    ) -> CoordinatorClient:
         return CoordinatorClient(
-            "http://coordinator", key, run_id=RUN_ID, transport=self.transport, clock=self.clock, deadline_s=5, seed=0
+            "http://coordinator", key, run_id=run_id, transport=transport, clock=clock, deadline_s=5, seed=0
         )
 
     def node(self, name: str = "node") -> FakeNode:

@@ -5,6 +5,7 @@ import hashlib
 import pytest
 
 from coordinator.draw import audit_rate_ppm, commit_to, is_drawn
+from coordinator.epochs import Epochs
 from protocol.messages import AuditPolicy
 from tests.unit.coordinator.conftest import MakeWorld
 
@@ -38,13 +39,14 @@ def test_known_answer() -> None:
 
 def test_the_draw_can_be_repeated_once_the_key_is_revealed(make_world: MakeWorld) -> None:
     world = make_world(audit={"ramp": 1, "floor_ppm": 300_000}, batch={"groups_per_batch": 20})
+    world.coordinator.epochs = world.coordinator.submissions._epochs = Epochs(world.coordinator.run, lambda: b"k" * 32)
     world.publish()
     node = world.node().join()
     node.work(1)
     world.verifier.pass_all()  # past the ramp: from now on the rate is below one
-    node.work(30)
+    node.work(12)
     draws = world.http.get("/v1/epochs/0/draws").json()["draws"]
-    assert len(draws) == 31
+    assert len(draws) == 13
     assert all(d["drawn"] is None for d in draws)
     assert world.http.get("/v1/epochs").json()["epochs"][0]["key"] is None
 

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from coordinator.app import create_app, open_run
+from coordinator.config import CoordinatorConfig
+from coordinator.coordinator import Coordinator
+from coordinator.foundation import Founding, found
+from coordinator.presets import preset
+from protocol.errors import LocalFault, PeerFault
+from protocol.identity import Identity
+from tests.fakes.clock import FakeClock
+from tests.fakes.coordinator import AppTransport, FakeLearner, FakeNode, World
+from tests.fakes.model_folder import make_model_folder
+
+
+@pytest.fixture
+def founding(tmp_path: Path) -> Founding:
+    return Founding(preset("tiny"), make_model_folder(tmp_path / "model"), "127.0.0.1", 8700, seed=1, max_versions=3)
+
+
+def test_a_run_is_founded_whole(tmp_path: Path, founding: Founding, clock: FakeClock) -> None:
+    link = found(tmp_path / "run", founding, clock)
+    run = open_run(tmp_path / "run")
+    assert link.run_id == run.id
+    assert link.root == run.root_key
+    manifest = run.manifest
+    assert (manifest.sampling.vocab_size, manifest.sampling.eos_token_ids) == (64, [0])
+    assert manifest.batch.max_versions == 3
+    assert set(manifest.model.files) == {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    for name in ("admin.token", "link.txt", "keys/root.key"):
+        assert stat.S_IMODE((tmp_path / "run" / name).stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_seed_makes_the_run_id_repeatable(tmp_path: Path, founding: Founding, clock: FakeClock) -> None:
+    one, two = found(tmp_path / "a", founding, clock), found(tmp_path / "b", founding, clock)
+    assert one.run_id == two.run_id
+    assert one.root != two.root
+    assert one.token != two.token
+
+
+def test_a_full_directory_is_left_alone(tmp_path: Path, founding: Founding, clock: FakeClock) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "precious").write_text("data")
+    with pytest.raises(LocalFault) as caught:
+        found(tmp_path / "run", founding, clock)
+    assert caught.value.code == "E_CONFLICT"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("model.safetensors", None), ("config.json", "{}"), ("config.json", "nonsense"), ("tokenizer.json", None)],
+)
+def test_a_model_folder_that_lacks_something_founds_nothing(
+    tmp_path: Path, founding: Founding, clock: FakeClock, file: str, content: str | None
+) -> None:
+    target = founding.model / file
+    target.unlink()
+    if content is not None:
+        target.write_text(content)
+    with pytest.raises(LocalFault):
+        found(tmp_path / "run", founding, clock)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_data_is_asked_for_by_name(tmp_path: Path, founding: Founding, clock: FakeClock) -> None:
+    task = preset("smollm2", "gsm8k")
+    wanting = Founding(task, founding.model, "127.0.0.1", 8700)
+    with pytest.raises(LocalFault) as caught:
+        found(tmp_path / "run", wanting, clock)
+    assert (caught.value.code, caught.value.expected) == ("E_CONFIG", "--data FILE")
+
+
+def test_the_founded_run_serves_real_prompts(tmp_path: Path, founding: Founding, clock: FakeClock) -> None:
+    link = found(tmp_path / "run", founding, clock)
+    app = create_app(CoordinatorConfig(directory=tmp_path / "run", sweep_s=3600), clock=clock)
+    coordinator = app.state.coordinator
+    assert isinstance(coordinator, Coordinator)
+    transport = AppTransport(app)
+    learner, node = (Identity.load(tmp_path / "run" / "keys" / "learner.key"), Identity(b"n" * 32))
+    client = World.connect(transport, learner, clock, link.run_id)
+    publisher = FakeLearner(learner, client, clock)
+    first = publisher.manifest(
+        coordinator.store, run_id=link.run_id, layout_sha256=coordinator.run.manifest.model.layout_sha256
+    ).sign(learner)
+    client.publish_checkpoint(first)
+    publisher.manifests.append(first)
+    client.publish_head(publisher.head(run_id=link.run_id).sign(learner))
+    worker = FakeNode(node, World.connect(transport, node, clock, link.run_id), clock)
+    worker.client.register(worker.hello(run_id=link.run_id, join_token=link.token))
+    leases = worker.client.lease(worker.request(2, run_id=link.run_id)).leases
+    assert len(leases) == 2
+    transport.stop()
+
+
+def test_a_manifest_of_another_root_is_refused(tmp_path: Path, founding: Founding, clock: FakeClock) -> None:
+    found(tmp_path / "run", founding, clock)
+    (tmp_path / "run" / "root.pub").write_text(Identity(b"x" * 32).public_key.hex())
+    with pytest.raises(PeerFault) as caught:
+        create_app(CoordinatorConfig(directory=tmp_path / "run"), clock=clock)
+    assert caught.value.code == "E_SIGNATURE"
