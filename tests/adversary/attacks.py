@@ -159,7 +159,9 @@ def _head(rollout, position: int) -> list[int]:
 def after_eos(world: World, lease: Lease) -> Submission:
     bundle = world.honest(lease)
     rollout = bundle.rollouts[0]
-    position = next(t for t in range(len(rollout) - 1) if EOS in _head(rollout, t) and rollout.token_codes[t] == NO_CODE)
+    position = next(
+        t for t in range(len(rollout) - 1) if EOS in _head(rollout, t) and rollout.token_codes[t] == NO_CODE
+    )
     tokens = rollout.tokens.copy()
     tokens[position] = EOS
     return world.submission(lease, replaced(bundle, 0, tokens=tokens))
@@ -303,7 +305,7 @@ def stale(world: World, lease: Lease) -> Submission:
 
 @attack("other temperature", "T3", *_MODEL)
 def temperature(world: World, lease: Lease) -> Submission:
-    return world.submission(lease, world.generate(lease, logits_hook=lambda logits, _: logits / 0.97))
+    return world.submission(lease, world.generate(lease, logits_hook=lambda logits, _: logits / 0.99))
 
 
 @attack("end of sequence suppressed", "T3", *_MODEL)

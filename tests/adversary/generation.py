@@ -1,4 +1,4 @@
-"""A plain generate loop over the real sampler: what an engine does, without its scheduling. Cheats enter by its hooks."""
+"""A plain generate loop over the real sampler: an engine without its scheduling. Cheats enter by its hooks."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import LlamaConfig
 
+from coordinator.presets import TORCH_CPU_FP32
 from protocol import bundle as bundles
 from protocol.envelope import Envelope
 from protocol.evidence import Evidence
@@ -26,7 +27,6 @@ from protocol.messages import (
     Environment,
     Lease,
     ModelSpec,
-    Profile,
     Receipt,
     Roles,
     RunManifest,
@@ -52,7 +52,7 @@ from verifier.tokens import Rewards
 RUN_ID = "ab" * 16
 VOCAB = 64
 EOS = 1
-PROFILE = Profile(name="torch-cpu-fp32", max_mean_kl_nano=2_000, max_token_kl_micro=20, max_margin_micro=20_000)
+PROFILE = TORCH_CPU_FP32
 
 
 def identity(name: str) -> Identity:
@@ -106,8 +106,9 @@ class World:
         self, group: int = 0, samples: Sequence[int] = (0, 1, 2, 3), start_version: int = 1, node: Identity = NODE,
     ) -> Lease:
         prompt = self.task.prompt_tokens(self.task.problem(group), self.tokenizer)
+        name = f"{group} {list(samples)} {start_version} {node.id}"
         return Lease(
-            run_id=RUN_ID, lease_id=hashlib.sha256(f"{group} {list(samples)} {start_version} {node.id}".encode()).hexdigest()[:32], node_id=node.id,
+            run_id=RUN_ID, lease_id=hashlib.sha256(name.encode()).hexdigest()[:32], node_id=node.id,
             environment="sort", group=group, samples=list(samples), prompt_tokens=prompt,
             prompt_sha256=prompt_digest(prompt), start_version=start_version,
             beacon=self.checkpoints[start_version][0].beacon, issued_at_ms=self.clock.now_ms(),
@@ -127,7 +128,8 @@ class World:
         """An honest bundle, unless a keyword says otherwise."""
         limit = max_new_tokens or self.rules.max_new_tokens
         return generate(
-            self.engine, states or self.state, self.rules.model_copy(update={"max_new_tokens": limit}), prompt or lease.prompt_tokens, seeds or self.seeds(lease),
+            self.engine, states or self.state, self.rules.model_copy(update={"max_new_tokens": limit}),
+            prompt or lease.prompt_tokens, seeds or self.seeds(lease),
             segments or [Segment(0, lease.start_version)], logits_hook=logits_hook,
         )
 
@@ -145,7 +147,8 @@ class World:
         lease_envelope = lease.sign(COORDINATOR)
         data = bundles.encode(bundle) if data is None else data
         fields: dict[str, object] = {
-            "run_id": RUN_ID, "node_id": lease.node_id, "lease_id": lease.lease_id, "lease_sha256": lease_envelope.digest,
+            "run_id": RUN_ID, "node_id": lease.node_id, "lease_id": lease.lease_id,
+            "lease_sha256": lease_envelope.digest,
             "bundle_root": bundles.bundle_root(bundle, lease_envelope.digest),
             "object_sha256": hashlib.sha256(data).hexdigest(), "object_bytes": len(data),
             "rollouts": len(bundle.rollouts), "tokens": sum(map(len, bundle.rollouts)), "profile": PROFILE.name,
