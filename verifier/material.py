@@ -45,7 +45,7 @@ class Material:
                 stores.append(DirectoryStore(folder))
             else:
                 raise LocalFault(
-                    E_USAGE, f"{folder} holds no checkpoint", expected="*.safetensors or an object store", got="neither",
+                    E_USAGE, f"{folder} holds no checkpoint", expected="*.safetensors or an object store",
                     hint="a run's object store is the folder 'store' of its coordinator",
                 )
         return cls(models, stores, files)

@@ -158,8 +158,8 @@ def test_verdicts_of_the_runs_verifiers_are_shown(world, write, honest):
 
     verdict = Verdict(
         run_id=world.run.run_id, verifier_id=VERIFIER.id, node_id=world.lease().node_id,
-        lease_id=world.lease().lease_id, receipt_sha256=honest.receipt.digest, outcome="pass", code=None, tiers=["T0"], findings=[], samples=[],
-        rewards_micro=[], tokens=0, issued_at_ms=0,
+        lease_id=world.lease().lease_id, receipt_sha256=honest.receipt.digest, outcome="pass", code=None, tiers=["T0"],
+        findings=[], samples=[], rewards_micro=[], tokens=0, issued_at_ms=0,
     )
     _, found = _json(write(honest, verdicts=(verdict.sign(VERIFIER), verdict.sign(identity("liar")))))
     assert [shown["outcome"] for shown in found["verdicts"]] == ["pass"]
