@@ -35,6 +35,9 @@ class CoordinatorConfig(Config):
     #: uploads received at the same time; more are told to wait
     upload_ms: Annotated[int, Field(ge=1000)] = 300_000
     #: how long an upload address is valid
+    batches_ahead: Annotated[int, Field(ge=1)] = 2
+    #: batches of open or unconsumed groups kept at most (never more than max_lag_versions + 1): more keeps more nodes
+    #: busy, fewer keeps rollouts fresher
     max_active_leases: Annotated[int, Field(ge=1)] = 64
     #: leases one node may hold; halved and so on while it keeps dropping them
     claim_ms: Annotated[int, Field(ge=1000)] = 600_000

@@ -48,7 +48,7 @@ class Coordinator:
         self.config, self.run, self.keyring = config, run, keyring
         self.database, self.store, self.clock = database, store, clock
         self.registry = Registry(run, config.max_clock_skew_ms)
-        self.groups = Groups(run, prompts)
+        self.groups = Groups(run, prompts, config.batches_ahead)
         self.epochs = Epochs(run)
         self.leases = Leases(run, keyring.identity, self.registry, self.groups, config)
         self.submissions = Submissions(run, keyring.identity, self.registry, self.epochs)

@@ -34,8 +34,9 @@ STALE: Final = "stale"
 class Groups:
     """The work of a run."""
 
-    def __init__(self, run: Run, prompts: Prompts):
+    def __init__(self, run: Run, prompts: Prompts, batches_ahead: int):
         self._run, self._batch, self._prompts = run, run.manifest.batch, prompts
+        self._batches_ahead = min(batches_ahead, self._batch.max_lag_versions + 1)
 
     def is_complete(self, session: Session) -> bool:
         """Whether the run has reached its last version."""
@@ -48,7 +49,7 @@ class Groups:
         if version is None:
             return 0
         batch = self._batch.groups_per_batch
-        most = (self._batch.max_lag_versions + 1) * batch
+        most = self._batches_ahead * batch
         if self._batch.max_versions is not None:
             # The spare quarter replaces groups that the learner refuses for reasons of its own.
             most = min(most, (self._batch.max_versions - version) * batch + max(1, batch // 4))

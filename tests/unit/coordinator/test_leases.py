@@ -54,6 +54,13 @@ def test_the_pace_is_bound_to_the_learners(world: World) -> None:
     assert len(node.ask(64).leases) == 4
 
 
+def test_the_operator_chooses_how_far_work_runs_ahead(make_world: MakeWorld) -> None:
+    for ahead, units in ((1, 4), (3, 12), (9, 16)):
+        world = make_world(config={"batches_ahead": ahead}, batch={"max_lag_versions": 3})
+        world.publish()
+        assert len(world.node().join().ask(64).leases) == units
+
+
 def test_a_complete_run_says_so(make_world: MakeWorld) -> None:
     world = make_world(batch={"max_versions": 1})
     world.publish()
