@@ -125,5 +125,7 @@ def audit_one(url: str, run: Path, home: Path, root: str) -> None:
     assay("audit", str(file), "--checkpoint", store, "--root", "00" * 32, status=3)
     assay("audit", str(home / "none.evidence"), status=2)
     broken = home / "broken.evidence"
-    broken.write_bytes(file.read_bytes()[:-100])
+    broken.write_bytes(file.read_bytes()[:-100])  # not what was committed to: nobody's fault can be shown with it
+    assert "E_OBJECT_HASH" in assay("audit", str(broken), "--checkpoint", store, status=4)
+    broken.write_bytes(file.read_bytes()[:100])
     assay("audit", str(broken), "--checkpoint", store, status=3)

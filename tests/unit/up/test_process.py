@@ -33,10 +33,10 @@ def test_every_process_gets_one_thread_and_this_tree(root: Path) -> None:
 
 def test_a_child_reports_its_end(tmp_path: Path) -> None:
     child = Child("door", ["fly"], tmp_path / "log")
-    assert child.exit_status is None
+    before = child.exit_status
     child.start()
     assert child.wait(60)
-    assert child.exit_status == 2
+    assert (before, child.exit_status) == (None, 2)
     assert "No such command" in tail(tmp_path / "log")
 
 
