@@ -67,6 +67,7 @@ class Daemon:
         self._leaser = Leaser(
             self.health, client, self._workload, parts.weights, run, parts.identity, parts.home, clock,
             target=parts.engine.capacity + reserve, reserve=reserve, min_free_mb=config.min_free_mb,
+            unsent=lambda: self._outbox.backlog,
         )
         self._watcher = Watcher(
             self.health, parts.weights, clock, poll_s=config.poll_s, save_s=config.save_s
@@ -201,6 +202,7 @@ class Daemon:
         while self._outbox.backlog and self._time_left(upload_until) > 0:
             self.health.stopping.wait(_IDLE_S)
         self._catch_up(deadline)
+        self._turn()
 
     def _hand_back_unstarted(self) -> None:
         for unit in self._workload.take_incoming():

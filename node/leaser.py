@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from node.health import Health, Outcome
@@ -50,13 +51,14 @@ class Leaser(Worker):
 
     def __init__(
         self, health: Health, desk: Desk, workload: Workload, weights: Weights, run: RunManifest, identity: Identity,
-        home: Home, clock: Clock, *, target: int, reserve: int, min_free_mb: int,
+        home: Home, clock: Clock, *, target: int, reserve: int, min_free_mb: int, unsent: Callable[[], int],
     ):
         super().__init__(health)
         self._desk, self._workload, self._weights, self._run = desk, workload, weights, run
         self._identity, self._home, self._clock = identity, home, clock
         self._target, self._batch = target, max(run.batch.samples_per_lease, reserve // 2)
-        self._min_free_mb = min_free_mb
+        self._min_free_mb, self._unsent = min_free_mb, unsent
+        self._most_unsent = max(8, 2 * target // run.batch.samples_per_lease)
         self._request: LeaseRequest | None = None  #: asked and not answered yet; asked again with the same nonce
 
     def work(self) -> float:
@@ -107,6 +109,9 @@ class Leaser(Worker):
             return "no weights yet"
         if self._weights.newest() < self._weights.announced:
             return f"fetching version {self._weights.announced}, holding {self._weights.newest()}"
+        unsent = self._unsent()
+        if unsent > self._most_unsent:
+            return f"{unsent} finished leases wait to be handed in"
         free = self._home.free_mb()
         if free < self._min_free_mb:
             return f"low disk: {free} MiB free, {self._min_free_mb} wanted"
