@@ -1,9 +1,8 @@
-"""Putting a learner process together from addresses and files."""
+"""Putting a learner process together. Imports torch; what can fail without it is in ``learner.places``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,44 +10,15 @@ import torch
 from learner.checkpoint import ResumePoints
 from learner.config import LearnerConfig
 from learner.journal import Journal
+from learner.places import Places, learner_key
 from learner.run import Learner
 from learner.trainer import Trainer
 from protocol.client import CoordinatorClient
 from protocol.clock import Clock
-from protocol.errors import E_CONFIG, E_NOT_FOUND, E_WRONG_KEY, LocalFault
-from protocol.identity import Identity
+from protocol.errors import E_CONFIG, E_NOT_FOUND, LocalFault
 from protocol.messages import RunManifest
 from protocol.store import open_store
 from protocol.weights.layout import Layout, State, read_safetensors
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where a learner finds what it works with."""
-
-    coordinator: str  #: URL
-    key: Path  #: the learner's key file
-    root: str  #: root public key, hex
-    store: str  #: address of the object store
-    model: Path  #: Hugging Face folder with the run's first weights
-    work: Path  #: journal, resume points, metrics
-
-
-def open_run(client: CoordinatorClient, root: str, now_ms: int) -> RunManifest:
-    """The run manifest, once it is known to be signed by ``root`` and not expired.
-
-    Raises:
-        LocalFault: ``E_CONFIG`` when ``root`` is not a public key.
-        PeerFault: what is wrong with the manifest.
-        Transient: the coordinator cannot be reached.
-    """
-    try:
-        key = bytes.fromhex(root)
-    except ValueError:
-        key = b""
-    if len(key) != 32:
-        raise LocalFault(E_CONFIG, "--root is not a public key", expected="64 hex digits", got=root[:80])
-    return RunManifest.open(client.run_manifest(), key, now_ms=now_ms)
 
 
 def read_model(folder: Path) -> tuple[Layout, State]:
@@ -68,17 +38,12 @@ def read_model(folder: Path) -> tuple[Layout, State]:
 
 def assemble(places: Places, config: LearnerConfig, client: CoordinatorClient, manifest: RunManifest, clock: Clock,
              should_stop: Callable[[], bool]) -> Learner:
-    """A learner ready to run.
+    """A learner ready to run, signing with the client's key.
 
     Raises:
         LocalFault: a file is missing or does not fit the run; ``E_WRONG_KEY`` when the key is not the run's learner.
     """
-    identity = Identity.load(places.key)
-    if identity.public_key.hex() != manifest.roles.learner:
-        raise LocalFault(
-            E_WRONG_KEY, "this key is not the run's learner", expected=manifest.roles.learner,
-            got=identity.public_key.hex(),
-        )
+    identity = learner_key(client, manifest)
     layout, state = read_model(places.model)
     if layout.sha256 != manifest.model.layout_sha256:
         raise LocalFault(

@@ -4,7 +4,6 @@ A pure function of the groups, the learner's version and the configuration. Grou
 used (nothing in it, no signal, numbers that are not finite) is left out of the denominators and counted by reason.
 """
 
-# ruff: noqa: N815 (tensor fields end in their shape)
 from __future__ import annotations
 
 from collections import Counter

@@ -46,8 +46,8 @@ def run(
     log: Annotated[Path | None, typer.Option(help="Log file (JSON lines); standard error if not given.")] = None,
 ) -> None:
     """Train until the run is complete. SIGTERM stops cleanly; the same command goes on from there."""
-    from learner.assembly import Places, assemble, open_run
     from learner.config import LearnerConfig
+    from learner.places import Places, learner_key, open_run
     from protocol.client import CoordinatorClient
     from protocol.clock import SystemClock
     from protocol.config import load_config, parse_assignment
@@ -60,11 +60,14 @@ def run(
     places, clock, stop = Places(coordinator, key, root, store, model, work), SystemClock(), threading.Event()
     with CoordinatorClient(coordinator, Identity.load(key), clock=clock) as client:
         manifest = open_run(client, root, clock.now_ms())
+        learner_key(client, manifest)
         if dry_run:
             _print_plan(model, settings, provenance, manifest)
             return
         setup_logging(log)
         _stop_on_signals(stop)
+        from learner.assembly import assemble
+
         learner = assemble(places, settings, client, manifest, clock, stop.is_set)
         outcome = learner.run(max_versions)
     print(f"{outcome} at version {learner.version}")

@@ -11,7 +11,6 @@ as soon as its logits are:
 gradient, and adds to dH and dW; the backward pass only scales. Memory: one (C, V) buffer, dH and dW.
 """
 
-# ruff: noqa: N815 (tensor fields end in their shape)
 from __future__ import annotations
 
 from dataclasses import dataclass, fields

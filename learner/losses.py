@@ -24,7 +24,6 @@ truncated   min(r, C)            min(p, C q)   min(p(tail), C q(tail))
 with the token: C(lag) = 1 + (C0 - 1) gamma^lag.
 """
 
-# ruff: noqa: N815 (tensor fields end in their shape)
 from __future__ import annotations
 
 from dataclasses import dataclass

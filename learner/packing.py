@@ -8,7 +8,6 @@ never fed in.
 Legend: B rows, L row length, N loss tokens.
 """
 
-# ruff: noqa: N815 (tensor fields end in their shape)
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -128,15 +128,19 @@ class Speaker:
             finish=Finish.EOS if tokens[-1] in self.rules.eos_token_ids else Finish.LENGTH,
         )
 
-    def group(self, group: int, size: int = 4, *, version: int = 0, rewards: list[int] | None = None) -> TrainingGroup:
+    def group(
+        self, group: int, size: int = 4, *, version: int = 0, beacon: str = "", rewards: list[int] | None = None
+    ) -> TrainingGroup:
         """A whole group; a completion's reward counts its even tokens."""
         prompt = [3 + group % 30, 5, 7, 4 + group % 7]
-        rollouts = [self.rollout(prompt, group, sample, version=version) for sample in range(size)]
+        rollouts = [self.rollout(prompt, group, sample, version=version, beacon=beacon) for sample in range(size)]
         given = rewards or [int((r.tokens % 2 == 0).sum()) * 100_000 for r in rollouts]
         return TrainingGroup(group, prompt, tuple(map(TrainingSample, rollouts, given)))
 
 
-def admitted_group(data: TrainingGroup, store: Store, *, per_lease: int = 2, version: int = 0) -> AdmittedGroup:
+def admitted_group(
+    data: TrainingGroup, store: Store, *, per_lease: int = 2, version: int = 0, beacon: str = ""
+) -> AdmittedGroup:
     """``data`` as the coordinator lists it, its bundles put into ``store``."""
     samples = []
     for start in range(0, len(data.samples), per_lease):
@@ -145,7 +149,7 @@ def admitted_group(data: TrainingGroup, store: Store, *, per_lease: int = 2, ver
         lease = Lease(
             run_id=RUN_ID, lease_id=f"{data.group:016x}{start:016x}", node_id="11" * 32, environment="sort",
             group=data.group, samples=[s.rollout.sample for s in part], prompt_tokens=data.prompt_tokens,
-            prompt_sha256=prompt_digest(data.prompt_tokens), start_version=version, beacon=beacon_of(version),
+            prompt_sha256=prompt_digest(data.prompt_tokens), start_version=version, beacon=beacon or beacon_of(version),
             issued_at_ms=1, deadline_ms=2,
         ).sign(COORDINATOR)
         samples += [

@@ -1,0 +1,55 @@
+"""Where a learner finds what it works with, and whether it may: everything that can go wrong before torch is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.client import CoordinatorClient
+from protocol.errors import E_CONFIG, E_WRONG_KEY, LocalFault
+from protocol.identity import Identity
+from protocol.messages import RunManifest
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a learner finds what it works with."""
+
+    coordinator: str  #: URL
+    key: Path  #: the learner's key file
+    root: str  #: root public key, hex
+    store: str  #: address of the object store
+    model: Path  #: Hugging Face folder with the run's first weights
+    work: Path  #: journal, resume points, metrics
+
+
+def open_run(client: CoordinatorClient, root: str, now_ms: int) -> RunManifest:
+    """The run manifest, once it is known to be signed by ``root`` and not expired.
+
+    Raises:
+        LocalFault: ``E_CONFIG`` when ``root`` is not a public key.
+        PeerFault: what is wrong with the manifest.
+        Transient: the coordinator cannot be reached.
+    """
+    try:
+        key = bytes.fromhex(root)
+    except ValueError:
+        key = b""
+    if len(key) != 32:
+        raise LocalFault(E_CONFIG, "--root is not a public key", expected="64 hex digits", got=root[:80])
+    return RunManifest.open(client.run_manifest(), key, now_ms=now_ms)
+
+
+def learner_key(client: CoordinatorClient, manifest: RunManifest) -> Identity:
+    """The key that the client signs with, once it is known to be the run's learner.
+
+    Raises:
+        LocalFault: ``E_WRONG_KEY``.
+    """
+    got = "no key" if client.identity is None else client.identity.public_key.hex()
+    if client.identity is None or got != manifest.roles.learner:
+        raise LocalFault(
+            E_WRONG_KEY, "this key is not the run's learner", expected=manifest.roles.learner, got=got,
+            hint="give the key file learner.key of the run",
+        )
+    return client.identity

@@ -1,0 +1,208 @@
+"""The learner as a real process: SIGTERM, kill -9 at awkward moments, and versions that the record makes again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from learner.assembly import read_model
+from learner.config import LearnerConfig
+from learner.journal import Journal
+from learner.trainer import Trainer
+from protocol.api import AdmittedReply
+from protocol.envelope import Envelope
+from protocol.errors import PeerFault
+from protocol.identity import Identity
+from protocol.messages import BatchPlan, CheckpointManifest, UpdateReceipt
+from protocol.store import DirectoryStore
+from protocol.weights.state_root import state_root
+from tests.fakes.learning import (
+    LEARNER,
+    FakeCoordinator,
+    Speaker,
+    admitted_group,
+    load_model,
+    make_learner,
+    make_model_dir,
+    run_manifest,
+    sampling_rules,
+)
+
+ROOT_KEY = Identity(b"r" * 32)
+VERSIONS = 3
+LIMIT_S = 120.0
+
+
+class Server(ThreadingHTTPServer):
+    """The learner's side of the HTTP API over ``FakeCoordinator``."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.model, self.store = make_model_dir(folder / "model"), DirectoryStore(folder / "store")
+        self.manifest = run_manifest(load_model(self.model)[0], max_versions=VERSIONS)
+        self.client = FakeCoordinator()
+        self.lock = threading.Lock()
+        self.stocked = threading.Event()
+
+    def stock(self) -> None:
+        """Admit groups of version 0 once its beacon is known."""
+        speaker = Speaker(self.model, sampling_rules())
+        beacon = CheckpointManifest.from_payload(self.client.manifests[0].payload).beacon
+        groups = [
+            admitted_group(speaker.group(g, beacon=beacon), self.store, beacon=beacon) for g in range(2 * VERSIONS)
+        ]
+        self.client.groups = groups
+        self.stocked.set()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        with self.server.lock:
+            if url.path == "/v1/run":
+                self.answer(self.server.manifest.sign(ROOT_KEY).to_dict())
+            elif url.path == "/v1/admitted":
+                groups = self.server.client.admitted(int(parse_qs(url.query)["limit"][0]))
+                self.answer(AdmittedReply(groups=groups).model_dump(mode="json"))
+
+    def do_POST(self) -> None:
+        envelope = Envelope.from_dict(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        client = self.server.client
+        try:
+            with self.server.lock:
+                if self.path == "/v1/checkpoints":
+                    client.publish_checkpoint(envelope)
+                elif self.path == "/v1/head":
+                    client.publish_head(envelope)
+                elif self.path == "/v1/batches":
+                    client.post_batch(BatchPlan.open(envelope, LEARNER.public_key))
+                elif self.path == "/v1/updates":
+                    client.post_update(UpdateReceipt.open(envelope, LEARNER.public_key))
+        except PeerFault as error:
+            self.answer(error.problem() | {"fault": "peer"}, status=error.status)
+        else:
+            self.answer({"duplicate": False})
+
+    def answer(self, body: Any, status: int = 200) -> None:
+        data = json.dumps(body).encode()
+        try:
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+        except OSError:  # the learner was killed while it waited
+            self.close_connection = True
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    LEARNER.save(tmp_path / "learner.key")
+    with Server(tmp_path) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+
+
+def start(server: Server, folder: Path) -> subprocess.Popen[str]:
+    command = [
+        sys.executable, "-m", "assay", "learner", "run", "--coordinator", f"http://127.0.0.1:{server.server_port}",
+        "--root", ROOT_KEY.public_key.hex(), "--key", str(folder / "learner.key"), "--store",
+        f"dir:{server.store.path}", "--model", str(server.model), "--work", str(folder / "work"),
+        "--log", str(folder / "learner.log"), "--set", "optim.lr=0.01", "--set", "process.poll_ms=50",
+    ]
+    return subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def strike_at(server: Server, folder: Path, call: str, version: int) -> int:
+    """Run a learner and kill it -9 inside ``call`` of ``version``; its exit status."""
+    struck = threading.Event()
+
+    def strike(name: str) -> None:
+        newest = server.client.heads[-1].version if server.client.heads else -1
+        if name == call and newest == version and not struck.is_set():
+            struck.set()
+            process.kill()
+
+    process = start(server, folder)
+    server.client.on_call = strike
+    _, errors = process.communicate(timeout=LIMIT_S)
+    server.client.on_call = lambda name: None
+    assert struck.is_set(), errors
+    return process.returncode
+
+
+def replayed_roots(server: Server, work: Path) -> list[str]:
+    """Roots of all versions, made again in this process from the first weights and the recorded batches."""
+    layout, state = read_model(server.model)
+    config = LearnerConfig.model_validate({"optim": {"lr": 0.01}})
+    rules = server.manifest.sampling
+    trainer = Trainer.open(server.model, layout, state, config, rules)
+    journal = Journal(work)
+    learner = make_learner(
+        work.with_name("replay"), server.model, server.store, server.client, manifest=server.manifest
+    )
+    roots = [state_root(layout, state)]
+    for version in range(1, VERSIONS + 1):
+        planned = journal.plan(version)
+        assert planned is not None
+        trainer.train_step(learner.batch_of(planned))
+        roots.append(state_root(layout, trainer.published_state()))
+    return roots
+
+
+def test_killed_and_stopped_learners_lose_nothing(server: Server, tmp_path: Path):
+    process = start(server, tmp_path)
+    deadline = threading.Event()
+    while not server.client.heads:
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        deadline.wait(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, errors
+    assert output.strip() == "stopped at version 0"
+
+    server.stock()
+    assert strike_at(server, tmp_path, "post_batch done", 0) == -signal.SIGKILL
+    assert strike_at(server, tmp_path, "publish_checkpoint", 1) == -signal.SIGKILL
+    process = start(server, tmp_path)
+    output, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, errors
+    assert output.strip() == f"complete at version {VERSIONS}"
+
+    roots = server.client.roots()
+    assert len(set(roots)) == VERSIONS + 1
+    assert sorted(server.client.receipts) == list(range(1, VERSIONS + 1))
+    assert roots == replayed_roots(server, tmp_path / "work")
+    lines = [json.loads(line)["version"] for line in (tmp_path / "work" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == list(range(1, VERSIONS + 1))
+
+
+def test_bad_calls_end_with_their_codes(server: Server, tmp_path: Path):
+    Identity(b"x" * 32).save(tmp_path / "other" / "learner.key")
+    process = start(server, tmp_path / "other")
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert "E_WRONG_KEY" in errors
