@@ -41,6 +41,9 @@ class Up:
         self._process.wait()
         for reader in self._readers:
             reader.join()
+        for stream in (self._process.stdout, self._process.stderr):
+            assert stream is not None
+            stream.close()
 
     # -- what it says ------------------------------------------------------------------------------------
 

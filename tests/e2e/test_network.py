@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,8 +52,9 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+def story(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Story:
     story = Story(tmp_path_factory.mktemp("network") / "run")
+    shutil.copytree(tiny_model, story.directory / "model")
     with Up(story.directory, "--max-versions", str(VERSIONS), "--seed", "3") as up:
         up.wait_for_version(1, 240)
         story.logs.append(up.log_entries())

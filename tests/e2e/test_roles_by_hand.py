@@ -69,12 +69,11 @@ def status(url: str) -> dict[str, Any] | None:
     return value
 
 
-def test_three_roles_in_separate_terminals(tmp_path: Path) -> None:
+def test_three_roles_in_separate_terminals(tmp_path: Path, tiny_model: Path) -> None:
     run, port = tmp_path / "run", free_port()
     url = f"http://127.0.0.1:{port}"
-    assay("learner", "init-model", "--preset", "tiny", "--out", str(tmp_path / "model"))
     founded = assay(
-        "coordinator", "init", str(run), "--preset", "tiny", "--model", str(tmp_path / "model"), "--port", str(port),
+        "coordinator", "init", str(run), "--preset", "tiny", "--model", str(tiny_model), "--port", str(port),
         "--max-versions", str(VERSIONS),
     )
     link = (run / "link.txt").read_text().strip()
@@ -90,7 +89,7 @@ def test_three_roles_in_separate_terminals(tmp_path: Path) -> None:
         wait_until(lambda: status(url), 60, "coordinator", tmp_path)
         learner = opened(
             "learner", "learner", "run", *role, "--key", str(run / "keys" / "learner.key"),
-            "--store", f"dir:{run / 'store'}", "--model", str(tmp_path / "model"), "--work", str(tmp_path / "learner"),
+            "--store", f"dir:{run / 'store'}", "--model", str(tiny_model), "--work", str(tmp_path / "learner"),
         )
         opened(
             "verifier", "verifier", "run", *role, "--key", str(run / "keys" / "verifier.key"),
