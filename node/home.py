@@ -135,8 +135,9 @@ class Home:
         """Hold the home for one daemon.
 
         Raises:
-            LocalFault: ``E_HOME`` when another process holds it.
+            LocalFault: ``E_HOME`` when it is not joined, or another process holds it.
         """
+        self._require_join()
         with (self.path / "lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
