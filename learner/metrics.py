@@ -93,8 +93,12 @@ def warnings_of(metrics: Metrics) -> list[str]:
 
 
 def as_micro(metrics: Metrics) -> dict[str, int]:
-    """Scalar metrics in 1e-6 of their unit, for a signed update receipt; what is not finite is left out."""
+    """Scalar metrics in 1e-6 of their unit, for a signed update receipt; what is not finite is left out.
+
+    ``skipped`` becomes 1 when the step was skipped, for whatever reason, else 0.
+    """
     scalars = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
+    scalars["skipped"] = float(metrics.get("skipped") is not None)
     return {name: round(value * 1e6) for name, value in scalars.items() if math.isfinite(value) and abs(value) < 1e12}
 
 

@@ -347,8 +347,9 @@ class Learner:
         if receipt is not None:
             self.journal.write_metrics(publication.metrics)
         self.journal.set_told(version)
-        shown = ("version", "reward_mean", "loss", "kl", "ess", "diff_bytes")
-        logger.info("published", extra={name: publication.metrics.get(name) for name in shown})
+        shown = ("version", "reward_mean", "loss", "kl", "ess", "diff_bytes", "skipped")
+        metrics = publication.metrics
+        logger.info("published", extra={name: metrics[name] for name in shown if name in metrics})
 
     def _save(self, *, force: bool = False) -> None:
         """Write a resume point when one is due."""

@@ -101,7 +101,9 @@ class Speaker:
     @torch.no_grad()
     def rollout(self, prompt: list[int], group: int, sample: int, *, version: int = 0, beacon: str = "") -> Rollout:
         seed = rollout_seed(RUN_ID, beacon or beacon_of(version), prompt_digest(prompt), group, sample)
-        tokens, heads, codes = [], [], []
+        tokens: list[int] = []
+        heads: list[sampler.Head] = []
+        codes: list[int] = []
         for position in range(self.rules.max_new_tokens):
             logits = self.model(torch.tensor([prompt + tokens])).logits[0, -1] * 1000 / self.rules.temperature_milli
             logprobs = torch.log_softmax(logits, -1).numpy()

@@ -65,7 +65,8 @@ def test_what_is_not_finite_never_reaches_json_or_a_receipt():
     metrics = {
         "loss": math.nan, "ess": math.inf, "kl": 0.25, "tokens": 7, "skipped": None, "by_lag": {"1": {"kl": math.nan}},
     }
-    assert as_micro(metrics) == {"kl": 250_000, "tokens": 7_000_000}
+    assert as_micro(metrics) == {"kl": 250_000, "tokens": 7_000_000, "skipped": 0}
+    assert as_micro({"skipped": "no_signal"}) == {"skipped": 1_000_000}
     json.dumps(finite(metrics), allow_nan=False)
     assert finite(metrics)["by_lag"]["1"]["kl"] is None
 
