@@ -36,6 +36,8 @@ def last_number(text: str) -> str | None:
     number = _NUMBER.fullmatch(found.group().rstrip(".,/"))
     if number is None or len(number.group()) > MAX_NUMBER_CHARS or int(number["below"] or 1) == 0:
         return None
+    if tail[found.end() : found.end() + 1].isnumeric():  # a digit of another script goes on with the number
+        return None
     before = tail[: found.start()].rstrip("$")
     negative = before.endswith(("-", "\u2212"))
     if negative:
@@ -51,7 +53,9 @@ def same_number(right: str, answer: str) -> bool:
     """Whether two plain numbers are equal in value (``18`` and ``18.00``, ``3/4`` and ``0.75``)."""
     from math_verify import verify
 
-    return right == answer or bool(verify(_parse(right), _parse(answer), timeout_seconds=None))
+    return right == answer or bool(
+        verify([*_parse(right)], [*_parse(answer)], timeout_seconds=None, raise_on_error=True)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -60,4 +64,5 @@ def _parse(number: str) -> tuple[Any, ...]:
 
     for part in ("parser", "grader"):  # they warn that no time limit is set; the bounded input is the limit
         logging.getLogger(f"math_verify.{part}").setLevel(logging.ERROR)
-    return tuple(parse(number, [ExprExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None))
+    extraction = [ExprExtractionConfig()]
+    return tuple(parse(number, extraction, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True))
