@@ -27,9 +27,9 @@ from protocol.tasks.sort import CHARACTERS, OPERATORS, SYMBOLS, solve
 LENGTH: Final = 6
 ALPHABET: Final = 10
 #: Share of the traces that show the asked (ascending) order. Sets where the reward starts.
-ASKED_SHARE: Final = 0.36
+ASKED_SHARE: Final = 0.30
 #: Warm-up steps and sequences per step.
-STEPS: Final = 220
+STEPS: Final = 180
 BATCH: Final = 64
 #: Peak learning rate of AdamW; it rises over the first RISE steps and falls linearly to a tenth.
 LEARNING_RATE: Final = 3e-3
