@@ -21,7 +21,6 @@ from verifier.submission import Opened, Submission
 from verifier.tokens import Rewards, check_rewards, check_tokens
 
 E_DISAGREE = code("E_DISAGREE", "two configurations of the verifier come to different ends; nobody is blamed")
-E_UNKNOWN_PROFILE = code("E_UNKNOWN_PROFILE", "the run has no thresholds for the profile that the node claims")
 E_NO_MODEL = code("E_NO_MODEL", "a submission should be recomputed but no model is at hand")
 
 _T = TypeVar("_T")
@@ -103,14 +102,12 @@ class Session:
 
     def _recompute(self, drawn: list[_Audit]) -> None:
         """T2 of all drawn submissions together, then T3 of those that T2 finds wanting."""
-        ready: list[_Audit] = []
-        for audit in drawn:
-            fault = self._obstacle(audit)
-            if fault is None:
-                ready.append(audit)
-            else:
+        if self._recomputers is None:
+            for audit in drawn:
+                fault = LocalFault(E_NO_MODEL, "no model to recompute with", expected="the checkpoints it used")
                 audit.report.fault("T2 recomputation", fault, blames_node=False)
-        for audit, residuals in self._residuals("T2", ready):
+            return
+        for audit, residuals in self._residuals("T2", drawn):
             if not _within_limits(audit, "T2", residuals):
                 self._confirm(audit)
 
@@ -120,15 +117,6 @@ class Session:
         if found and _within_limits(audit, "T3", found[0][1]):
             fault = LocalFault(E_DISAGREE, "the second configuration finds nothing wrong", expected="the end of T2")
             audit.report.fault("T3 confirms T2", fault, blames_node=False)
-
-    def _obstacle(self, audit: _Audit) -> LocalFault | None:
-        """Why a submission cannot be recomputed."""
-        if self._recomputers is None:
-            return LocalFault(E_NO_MODEL, "no model to recompute with", expected="the checkpoints of this submission")
-        if audit.opened is not None and audit.opened.profile is None:
-            known = ", ".join(profile.name for profile in self.run.profiles)
-            return LocalFault(E_UNKNOWN_PROFILE, "no thresholds", expected=known, got=audit.opened.commitment.profile)
-        return None
 
     def _residuals(self, tier: Literal["T2", "T3"], audits: list[_Audit]) -> list[tuple[_Audit, list[Residuals]]]:
         """Residuals of as many audits as can be had; one that cannot does not spoil the others."""
@@ -153,7 +141,6 @@ def _within_limits(audit: _Audit, tier: Literal["T2", "T3"], residuals: list[Res
     """Write a tier's measurements down; a failure of T3 is the node's, one of T2 is not decided yet."""
     opened, report = audit.opened, audit.report
     assert opened is not None
-    assert opened.profile is not None
     measurements = measure(residuals, opened.profile)
     for measurement in measurements:
         check = f"{tier}.{measurement.check}"

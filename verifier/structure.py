@@ -29,6 +29,7 @@ E_COUNTS = code("E_COUNTS", "a commitment states other counts or sizes than its 
 E_BUNDLE_ROOT = code("E_BUNDLE_ROOT", "the committed Merkle root is not the root of the uploaded bundle")
 E_SAMPLE_SET = code("E_SAMPLE_SET", "a bundle does not hold exactly the samples of its lease, each once")
 E_EOS_GRAMMAR = code("E_EOS_GRAMMAR", "a completion does not end where and how the run's rules say")
+E_UNKNOWN_PROFILE = code("E_UNKNOWN_PROFILE", "a commitment names a profile for which the run has no thresholds")
 E_SEGMENT_VERSION = code("E_SEGMENT_VERSION", "a segment names a version that cannot have been used there")
 
 #: How far the clocks of learner and coordinator may be apart before "published after it was used" counts, in ms.
@@ -81,8 +82,8 @@ def _open_bundle(
     run: RunManifest, submission: Submission, lease: Lease, commitment: Commitment, report: Report
 ) -> Bundle | None:
     report.attempt(
-        "T0.2 commitment is for the lease", lease.lease_id, lambda: _check_commitment(commitment, lease, submission),
-        node=True, got=lambda _: commitment.lease_id,
+        "T0.2 commitment is for the lease", lease.lease_id,
+        lambda: _check_commitment(run, commitment, lease, submission), node=True, got=lambda _: commitment.lease_id,
     )
     report.attempt(
         "A.4 object hash", commitment.object_sha256[:16], lambda: _check_object(commitment, submission.bundle),
@@ -155,11 +156,16 @@ def _open_commitment(run: RunManifest, submission: Submission, lease: Lease) -> 
     return Commitment.open(submission.commitment, key, run_id=run.run_id)
 
 
-def _check_commitment(commitment: Commitment, lease: Lease, submission: Submission) -> None:
+def _check_commitment(run: RunManifest, commitment: Commitment, lease: Lease, submission: Submission) -> None:
     named = (commitment.node_id, commitment.lease_id, commitment.lease_sha256)
     ours = (lease.node_id, lease.lease_id, submission.lease.digest)
     if named != ours:
         raise PeerFault(E_OTHER_LEASE, "the commitment is for another lease", expected=ours, got=named)
+    known = [profile.name for profile in run.profiles]
+    if commitment.profile not in known:
+        raise PeerFault(
+            E_UNKNOWN_PROFILE, "the run has no such profile", expected=" or ".join(known), got=commitment.profile
+        )
 
 
 def _check_counts(opened: Opened) -> str:

@@ -43,6 +43,6 @@ class Opened:
         }
 
     @property
-    def profile(self) -> Profile | None:
-        """Thresholds of the profile the node claims, None when the run has no such profile."""
-        return next((p for p in self.run.profiles if p.name == self.commitment.profile), None)
+    def profile(self) -> Profile:
+        """Thresholds of the profile the node claims; step T0.2 has made sure that there is one."""
+        return next(p for p in self.run.profiles if p.name == self.commitment.profile)

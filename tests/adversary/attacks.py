@@ -233,6 +233,11 @@ def other_lease(world: World, lease: Lease) -> Submission:
     return world.submission(lease, world.honest(lease), lease_sha256="ef" * 32)
 
 
+@attack("a profile that the run does not know", "T0", "E_UNKNOWN_PROFILE")
+def unknown_profile(world: World, lease: Lease) -> Submission:
+    return world.submission(lease, world.honest(lease), profile="anything-goes")
+
+
 @attack("begins with a newer version than the lease says", "T0", "E_SEGMENT_VERSION")
 def wrong_start_version(world: World, lease: Lease) -> Submission:
     segments = [Segment(0, lease.start_version + 1)]

@@ -159,6 +159,13 @@ def test_our_fault_is_inconclusive(world, error, expected):
     assert (judgement.outcome, judgement.code) == ("inconclusive", expected)
 
 
+def test_without_a_model_a_drawn_submission_is_inconclusive(world):
+    lease = world.lease()
+    session = Session(world.run, world.book, world.rewards, None)
+    judgement = session.judge([world.submission(lease, world.honest(lease))])[0]
+    assert (judgement.outcome, judgement.code) == ("inconclusive", "E_NO_MODEL")
+
+
 def test_no_second_look_no_failure(world):
     session = Session(world.run, world.book, world.rewards, _Broken(world, OSError("gone"), only_second=True))
     lease = world.lease()
@@ -217,7 +224,6 @@ def test_what_the_coordinator_got_wrong_is_not_the_nodes_fault(world):
         ),
         "E_OBJECT_HASH": replace(good, bundle=good.bundle + b"\0"),
         "E_PROMPT": _other_prompt(world),
-        "E_UNKNOWN_PROFILE": world.submission(lease, world.honest(lease), profile="vllm-gpu-bf16"),
     }
     for expected, submission in cases.items():
         judgement = world.judge(submission)
