@@ -50,6 +50,7 @@ class TokenStats:
     loss_N: Tensor  #: the token's share of the loss
     log_ratio_N: Tensor  #: log p_a - log q_a, clamped
     weight_N: Tensor  #: w(p_a / q_a)
+    truncated_N: Tensor  #: 1 where the ratio was cut at its cap, else 0
     entropy_N: Tensor  #: entropy of p, nats
     head_p_N: Tensor  #: mass p gives to the committed head
     head_q_N: Tensor  #: mass q gives to it
@@ -137,6 +138,7 @@ def logits_gradient(logits_CV: Tensor, tokens: LossTokens, rule: TokenRule) -> t
         loss_N=-tokens.signal_N * (weight_N * log_p_a_N - centre_N),
         log_ratio_N=log_ratio_N,
         weight_N=weight_N,
+        truncated_N=(~rule.unit_N & (log_ratio_N.exp() > rule.cap_N)).to(weight_N.dtype),
         entropy_N=entropy_N,
         head_p_N=torch.where(tokens.head_valid_NK, p_head_NK, 0.0).sum(dim=1),
         head_q_N=torch.where(tokens.head_valid_NK, tokens.head_q_NK, 0.0).sum(dim=1),

@@ -45,7 +45,6 @@ def token_metrics(stats: TokenStats | None, lag_N: NDArray[np.int64]) -> Metrics
     if stats is None or len(stats.loss_N) == 0:
         return dict.fromkeys(_TOKEN_KEYS, 0.0) | {"ess": 1.0, "head_mass_p": 1.0, "head_mass_q": 1.0, "by_lag": {}}
     log_ratio = stats.log_ratio_N.double().numpy()
-    weight = stats.weight_N.double().numpy()
     ratio = np.exp(log_ratio)
     return {
         "loss": float(stats.loss_N.double().sum()),
@@ -56,7 +55,7 @@ def token_metrics(stats: TokenStats | None, lag_N: NDArray[np.int64]) -> Metrics
         "ratio_p50": float(np.quantile(ratio, 0.5)),
         "ratio_p99": float(np.quantile(ratio, 0.99)),
         "ratio_max": float(ratio.max()),
-        "truncated": float((weight < ratio * (1 - 1e-6)).mean()),
+        "truncated": float(stats.truncated_N.double().mean()),
         "entropy": float(stats.entropy_N.double().mean()),
         "head_mass_p": float(stats.head_p_N.double().mean()),
         "head_mass_q": float(stats.head_q_N.double().mean()),
