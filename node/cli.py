@@ -196,6 +196,7 @@ def _run(settings: Any, log: Path | None) -> int:
 
     home, clock = Home(settings.home), SystemClock()
     home.pin()
+    signal.signal(signal.SIGTERM, _end_early)
     setup_logging(None if log == Path("-") else log or home.log, settings.log_level)
     with home.locked(), connect(home, settings, clock) as client:
         daemon = assemble(home, settings, client, clock)
@@ -206,6 +207,11 @@ def _run(settings: Any, log: Path | None) -> int:
     ending = daemon.health.ending
     print(ending[1] if ending else "ended", file=sys.stderr if outcome else sys.stdout, flush=True)
     return int(outcome)
+
+
+def _end_early(*_: object) -> None:
+    """SIGTERM before there is anything to finish."""
+    sys.exit(0)
 
 
 def _handle_signals(daemon: Daemon) -> None:

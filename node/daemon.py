@@ -170,7 +170,7 @@ class Daemon:
         """Units that are not begun and would come too late go back."""
         now_ms = self._parts.clock.now_ms()
         oldest = self._parts.weights.newest() - self._parts.run.batch.max_lag_versions
-        late = [u for u in self._workload.units() if now_ms > u.lease.deadline_ms or u.lease.start_version < oldest]
+        late = [u for u in self._workload.units() if now_ms > u.deadline_ms or u.lease.start_version < oldest]
         if late:
             waiting = self._parts.engine.waiting
             hopeless = {u.id for u in late if waiting.issuperset(u.request_keys())}

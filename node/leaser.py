@@ -107,6 +107,8 @@ class Leaser(Worker):
             return "paused by its owner (assay node resume)"
         if self._weights.newest() < 0:
             return "no weights yet"
+        if self._weights.frozen(self._clock.now_ms()):
+            return "the newest checkpoint head has expired: the learner or the way to it is down, or our clock is wrong"
         if self._weights.newest() < self._weights.announced:
             return f"fetching version {self._weights.announced}, holding {self._weights.newest()}"
         unsent = self._unsent()

@@ -38,6 +38,7 @@ class Unit:
 
     lease: Lease
     envelope: Envelope
+    deadline_ms: int  #: on our clock, which may differ from the coordinator's
     rollouts: dict[int, Rollout] = field(default_factory=dict)  #: by sample
 
     @property
@@ -78,7 +79,9 @@ def unit_of_key(key: str) -> str:
 def open_lease(
     envelope: Envelope, run: RunManifest, public_key: bytes, checkpoints: Checkpoints, now_ms: int
 ) -> Unit:
-    """The unit of a lease, once everything in it holds.
+    """The unit of a lease that arrives at ``now_ms``, once everything in it holds.
+
+    The time it leaves is counted from its arrival: an honest node's clock may be off by minutes.
 
     Raises:
         PeerFault: signature and schema codes, ``E_WRONG_RUN``, ``E_LEASE_NODE``, ``E_EXPIRED``,
@@ -88,8 +91,10 @@ def open_lease(
     lease = Lease.open(envelope, run.roles.coordinator, run_id=run.run_id)
     if lease.node_id != key_id(public_key):
         raise PeerFault(E_LEASE_NODE, "not our lease", expected=key_id(public_key), got=lease.node_id)
-    if now_ms > lease.deadline_ms:
-        raise PeerFault(E_EXPIRED, "the lease is over", expected=f"now <= {lease.deadline_ms}", got=now_ms)
+    if lease.deadline_ms <= lease.issued_at_ms:
+        raise PeerFault(
+            E_EXPIRED, "the lease was over when it was made", expected=f"> {lease.issued_at_ms}", got=lease.deadline_ms
+        )
     names = [environment.name for environment in run.environments]
     if lease.environment not in names:
         raise PeerFault(
@@ -102,7 +107,7 @@ def open_lease(
         )
     _check_prompt(lease, run)
     _check_version(lease, run, checkpoints)
-    return Unit(lease, envelope)
+    return Unit(lease, envelope, now_ms + lease.deadline_ms - lease.issued_at_ms)
 
 
 def _check_prompt(lease: Lease, run: RunManifest) -> None:

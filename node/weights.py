@@ -87,6 +87,11 @@ class Weights:
         """Newest version a valid head named; -1 before the first."""
         return self._announced
 
+    def frozen(self, now_ms: int) -> bool:
+        """Whether the newest head we know has expired: nobody shows us a fresh one."""
+        head = self._follower.head
+        return head is not None and now_ms > head.expires_at_ms
+
     def poll(self, now_ms: int) -> bool:
         """Ask for the head and move to it; True when the state moved.
 

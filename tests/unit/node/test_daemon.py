@@ -229,6 +229,37 @@ def test_a_lease_of_a_newer_version_makes_it_catch_up_first(tmp_path: Path, offi
     assert [unit.lease.start_version for unit in daemon._workload.units()] == [1]
 
 
+def test_work_that_would_come_too_late_goes_back_unless_it_is_begun(tmp_path: Path, office: FakeCoordinator) -> None:
+    soon = {"deadline_ms": office.clock.now_ms() + 1, "issued_at_ms": office.clock.now_ms()}
+    daemon, engine = make_daemon(tmp_path, office, slots=2)
+    daemon._watcher.work()
+    for number in range(3):
+        daemon._leaser._consider(office.lease_of(number, **soon).sign(COORDINATOR))
+    for unit in daemon._workload.take_incoming():
+        daemon._begin(unit)
+    engine.step()
+    threading.Event().wait(0.01)
+    daemon._give_up_late()
+    assert daemon._workload.take_returns() == {f"{number:032x}": "too late" for number in (1, 2)}
+    assert {key.partition("/")[0] for key in engine._open} == {f"{0:032x}"}
+
+
+def test_a_clock_that_is_off_by_minutes_does_no_harm(tmp_path: Path, office: FakeCoordinator) -> None:
+    then = office.clock.now_ms() - 300_000
+    office.offer(office.lease_of(0, issued_at_ms=then, deadline_ms=then + 60_000))
+    office.complete_after = 1
+    daemon, _ = make_daemon(tmp_path, office)
+    assert daemon.run() is Outcome.DONE
+    assert len(office.commitments) == 1
+
+
+def test_no_work_is_taken_while_the_head_is_frozen(tmp_path: Path, office: FakeCoordinator) -> None:
+    daemon, _ = make_daemon(tmp_path, office)
+    daemon._watcher.work()
+    assert daemon._leaser._obstacle() is None
+    assert daemon._parts.weights.frozen(office.clock.now_ms() + 3_600_000)
+
+
 def test_a_banned_node_says_so(tmp_path: Path, office: FakeCoordinator) -> None:
     office.fail("lease", banned())
     daemon, _ = make_daemon(tmp_path, office)
