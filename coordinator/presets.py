@@ -82,14 +82,14 @@ TINY: Final = Preset(
 SMOLLM2: Final = Preset(
     name="smollm2",
     model="smollm2",
-    environments=(Environment(name="arithmetic", kind="arithmetic", params={"max_term": 20, "max_factor": 6}),),
-    sampling=SamplingPreset(head_size=32, swap_grid=4, max_new_tokens=16),
+    environments=(Environment(name="arithmetic", kind="arithmetic", params={"max_term": 10}),),
+    sampling=SamplingPreset(temperature_milli=700, head_size=32, swap_grid=4, max_new_tokens=14),
     batch=BatchRules(
-        groups_per_batch=4, group_size=8, samples_per_lease=4, max_lag_versions=3, max_versions=8, lease_ms=180_000
+        groups_per_batch=6, group_size=8, samples_per_lease=4, max_lag_versions=3, max_versions=8, lease_ms=180_000
     ),
     audit=AuditPolicy(ramp=20, floor_ppm=50_000, epoch_ms=300_000),
     profiles=(TORCH_CPU_FP32,),
-    learner={"optim.lr": 1e-5, "loss.preset": "tis"},
+    learner={"optim.lr": 3e-5, "loss.preset": "tis"},
     up=UpPreset(node_batch=8, cheater_batch=2, time_limit_s=1_440),
 )
 

@@ -29,7 +29,7 @@ ALPHABET: Final = 10
 #: Share of the traces that show the asked (ascending) order. Sets where the reward starts.
 ASKED_SHARE: Final = 0.30
 #: Warm-up steps and sequences per step.
-STEPS: Final = 180
+STEPS: Final = 160
 BATCH: Final = 64
 #: Peak learning rate of AdamW; it rises over the first RISE steps and falls linearly to a tenth.
 LEARNING_RATE: Final = 3e-3
@@ -83,6 +83,9 @@ def make_tokenizer() -> tokenizers.Tokenizer:
 
 def save_model(model: Any, folder: Path) -> None:
     """Save a Hugging Face model as bfloat16 safetensors, durably."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # a bar for one file says nothing
     folder.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(folder)
     for file in folder.iterdir():

@@ -8,10 +8,15 @@ from protocol.messages import Environment
 from protocol.tasks.answer import last_number, same_number
 from protocol.tasks.draws import Draws
 from protocol.tasks.task import FULL_REWARD_MICRO, Problem, draws_for, int_param, refuse_unknown_params, render_prompt
-from protocol.tokenizer import Tokenizer
+from protocol.tokenizer import ChatTurn, Tokenizer
 
-#: What the model is asked to do, after the question.
-INSTRUCTION: Final = "Answer with only the number."
+#: What the model is told to do. Short answers keep rollouts short and leave the working in plain sight.
+INSTRUCTION: Final = "You answer with one equation."
+#: Two answered questions before the real one; they show the form and no more.
+EXAMPLES: Final = (
+    ("Sam has 4 pens and buys 3 more. How many pens does Sam have now?", "4 + 3 = 7"),
+    ("A shop had 9 cups and sold 2. How many cups are left?", "9 - 2 = 7"),
+)
 
 NAMES: Final = ("Ada", "Ben", "Chen", "Dana", "Eli", "Fatima", "Goran", "Hana", "Ivan", "Jonas", "Kofi", "Lena")
 THINGS: Final = ("apples", "books", "coins", "pencils", "marbles", "stamps", "shells", "cards", "eggs", "buttons")
@@ -35,6 +40,15 @@ PRODUCTS: Final = (
     "{name} buys {b} {things} every day for {a} days. How many {things} does {name} buy?",
 )
 
+_OPENING: Final[tuple[ChatTurn, ...]] = (
+    {"role": "system", "content": INSTRUCTION},
+    *(
+        {"role": role, "content": text}
+        for pair in EXAMPLES
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ),
+)
+
 
 class ArithmeticTask:
     """One-step word problems.
@@ -46,13 +60,13 @@ class ArithmeticTask:
     def __init__(self, environment: Environment, run_id: str) -> None:
         refuse_unknown_params(environment, ("max_term", "max_factor"))
         self._environment, self._run_id = environment, run_id
-        self._max_term = int_param(environment, "max_term", 20, 3, 1_000_000)
+        self._max_term = int_param(environment, "max_term", 10, 3, 1_000_000)
         self._max_factor = int_param(environment, "max_factor", 0, 0, 1000)
 
     def problem(self, group: int) -> Problem:
         """A story with numbers, names and things drawn at random."""
         question, answer = self._story(draws_for(self._run_id, self._environment, group))
-        return Problem(({"role": "user", "content": f"{question} {INSTRUCTION}"},), str(answer))
+        return Problem((*_OPENING, {"role": "user", "content": question}), str(answer))
 
     def _story(self, draws: Draws) -> tuple[str, int]:
         name, other = draws.sample(NAMES, 2)
