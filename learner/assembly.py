@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from learner.checkpoint import ResumePoints
 from learner.config import LearnerConfig
 from learner.journal import Journal
-from learner.places import Places, learner_key
+from learner.places import Places, learner_key, read_model
 from learner.run import Learner
 from learner.trainer import Trainer
 from protocol.client import CoordinatorClient
 from protocol.clock import Clock
-from protocol.errors import E_CONFIG, E_NOT_FOUND, LocalFault
+from protocol.errors import E_CONFIG, LocalFault
 from protocol.messages import RunManifest
 from protocol.store import open_store
-from protocol.weights.layout import Layout, State, read_safetensors
-
-
-def read_model(folder: Path) -> tuple[Layout, State]:
-    """Layout and weights of a Hugging Face folder.
-
-    Raises:
-        LocalFault: ``E_NOT_FOUND`` without safetensors files; ``E_STATE``.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise LocalFault(
-            E_NOT_FOUND, f"no weights in {folder}", expected="*.safetensors", got="none",
-            hint="make a model with: assay learner init-model --preset tiny --out DIR",
-        )
-    return read_safetensors(*files)
 
 
 def assemble(places: Places, config: LearnerConfig, client: CoordinatorClient, manifest: RunManifest, clock: Clock,

@@ -99,8 +99,8 @@ def init_model_command(
 
 
 def _print_plan(model: Path, settings: LearnerConfig, provenance: dict[str, str], manifest: RunManifest) -> None:
-    from learner.assembly import read_model
     from learner.explain import explain_memory, explain_rules
+    from learner.places import read_model
     from protocol.config import flatten
 
     for name, value in flatten(settings.model_dump(mode="json")):

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.client import CoordinatorClient
-from protocol.errors import E_CONFIG, E_WRONG_KEY, LocalFault
+from protocol.errors import E_CONFIG, E_NOT_FOUND, E_WRONG_KEY, LocalFault
 from protocol.identity import Identity
 from protocol.messages import RunManifest
+from protocol.weights.layout import Layout, State, read_safetensors
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,18 @@ def learner_key(client: CoordinatorClient, manifest: RunManifest) -> Identity:
             hint="give the key file learner.key of the run",
         )
     return client.identity
+
+
+def read_model(folder: Path) -> tuple[Layout, State]:
+    """Layout and weights of a Hugging Face folder.
+
+    Raises:
+        LocalFault: ``E_NOT_FOUND`` without safetensors files; ``E_STATE``.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise LocalFault(
+            E_NOT_FOUND, f"no weights in {folder}", expected="*.safetensors", got="none",
+            hint="make a model with: assay learner init-model --preset tiny --out DIR",
+        )
+    return read_safetensors(*files)

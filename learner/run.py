@@ -213,6 +213,7 @@ class Learner:
                 raise
             logger.warning("the coordinator refused a plan; making another", extra={"detail": str(error)})
             self.journal.drop_plan(planned.plan.version)
+            self.clock.sleep(self.config.process.poll_ms / 1000)
             return
         started = self.clock.monotonic()
         result = self._train(planned)

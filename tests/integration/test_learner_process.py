@@ -15,14 +15,16 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from typer.testing import CliRunner
 
-from learner.assembly import read_model
+from learner.cli import app
 from learner.config import LearnerConfig
 from learner.journal import Journal
+from learner.places import read_model
 from learner.trainer import Trainer
 from protocol.api import AdmittedReply
 from protocol.envelope import Envelope
-from protocol.errors import PeerFault
+from protocol.errors import E_CONFIG, E_KEY_FILE, E_NOT_FOUND, E_SIGNATURE, AssayError, PeerFault
 from protocol.identity import Identity
 from protocol.messages import BatchPlan, CheckpointManifest, UpdateReceipt
 from protocol.store import DirectoryStore
@@ -123,16 +125,19 @@ def server(tmp_path: Path) -> Iterator[Server]:
         server.shutdown()
 
 
-def start(server: Server, folder: Path) -> subprocess.Popen[str]:
-    command = [
-        sys.executable, "-m", "assay", "learner", "run", "--coordinator", f"http://127.0.0.1:{server.server_port}",
-        "--root", ROOT_KEY.public_key.hex(), "--key", str(folder / "learner.key"), "--store",
-        f"dir:{server.store.path}", "--model", str(server.model), "--work", str(folder / "work"),
-        "--log", str(folder / "learner.log"), "--set", "optim.lr=0.01", "--set", "process.poll_ms=50",
+def arguments(server: Server, folder: Path, *more: str) -> list[str]:
+    return [
+        "run", "--coordinator", f"http://127.0.0.1:{server.server_port}", "--root", ROOT_KEY.public_key.hex(),
+        "--key", str(folder / "learner.key"), "--store", f"dir:{server.store.path}", "--model", str(server.model),
+        "--work", str(folder / "work"), "--log", str(folder / "learner.log"),
+        "--set", "optim.lr=0.01", "--set", "process.poll_ms=50", *more,
     ]
+
+
+def start(server: Server, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", "assay", "learner", *arguments(server, folder)], cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
 
 
@@ -206,3 +211,22 @@ def test_bad_calls_end_with_their_codes(server: Server, tmp_path: Path):
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     assert "E_WRONG_KEY" in errors
+    for more, code in (
+        (["--root", "abc"], E_CONFIG), (["--root", LEARNER.public_key.hex()], E_SIGNATURE),
+        (["--set", "loss.preset=ppo"], E_CONFIG), (["--set", "lr=1"], E_CONFIG), (["--set", "nonsense"], E_CONFIG),
+        (["--config", str(tmp_path / "missing.toml")], E_CONFIG), (["--key", str(tmp_path / "missing")], E_KEY_FILE),
+        (["--dry-run", "--model", str(tmp_path / "missing")], E_NOT_FOUND),
+    ):
+        result = CliRunner().invoke(app, arguments(server, tmp_path, *more))
+        assert isinstance(result.exception, AssayError), result.output
+        assert result.exception.code == code, more
+
+
+def test_dry_run_says_what_would_happen_and_does_nothing(server: Server, tmp_path: Path):
+    result = CliRunner().invoke(app, arguments(server, tmp_path, "--dry-run"), catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "optim.lr = 0.01  (flag)" in result.output
+    assert "loss.cap = 2.0  (default)" in result.output
+    assert f"complete at version {VERSIONS}" in result.output
+    assert not (tmp_path / "work").exists()
+    assert not server.client.heads
