@@ -41,7 +41,8 @@ def require_enrolled(drill: DrillName, record: dict[str, Any]) -> None:
     if record.get("drill") != drill:
         raise PeerFault(
             E_DRILL_NOT_ENROLLED, f"not enrolled as a drill: {drill}", expected=drill,
-            got=record.get("drill") or "an ordinary node", hint="assay coordinator drill DIR NODE_ID " + drill,
+            got=record.get("drill") or "an ordinary node",
+            hint=f"the operator enrols it: assay coordinator drill NODE_ID {drill} --dir DIR",
         )
 
 

