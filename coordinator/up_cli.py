@@ -50,7 +50,8 @@ def up(
             {"preset": "tiny", "port": 0, "nodes": base.up.honest_nodes, "drills": base.up.drills},
         )
         as_json = json or not sys.stdout.isatty()
-        view: View = JsonView(folder.events) if as_json else LiveView(folder.events, f"assay up {directory}")
+        title = f"assay up {directory}   dashboard http://127.0.0.1:{choices.port}/"
+        view: View = JsonView(folder.events) if as_json else LiveView(folder.events, title)
         network = Network(folder, choices, base, view, SystemClock())
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: network.ask_to_stop())

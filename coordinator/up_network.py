@@ -98,6 +98,7 @@ class Network:
             "--port", str(self.choices.port),
         ]))
         self._wait_until_ready()
+        self._view.event("serving", {"dashboard": f"{self.url}/", "join_link": self.link.format()})
         keys = self.folder.coordinator / "keys"
         settings = [f"--set={name}={value}" for name, value in self.preset.learner.items()]
         settings.append(f"--set=seed={self.choices.seed}")

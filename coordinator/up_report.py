@@ -71,5 +71,6 @@ def _where(network: Network) -> list[str]:
     lines = ["", f"summary   {folder.summary}", f"events    {folder.events}", f"logs      {folder.log('*')}"]
     files = sorted(folder.evidence.glob("*")) if folder.evidence.exists() else []
     if files:
-        lines.append(f"evidence  {folder.evidence} ({', '.join(file.name for file in files)})")
+        lines += [f"evidence  {folder.evidence} ({', '.join(file.name for file in files)})", "", "Audit it yourself:"]
+        lines.append(f"  assay audit {files[0]} --checkpoint {folder.coordinator / 'store'} --root {network.link.root}")
     return lines
