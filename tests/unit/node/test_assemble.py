@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -155,3 +157,11 @@ def test_pause_and_resume(tmp_path: Path) -> None:
     assert home.paused
     assert cli("resume", "--home", str(tmp_path)) == (0, "resumed\n")
     assert not home.paused
+
+
+def test_no_torch_outside_the_torch_engine(root: Path) -> None:
+    script = (
+        "import sys, node.cli, node.assemble, node.daemon, node.drill, node.engine, node.scheduler, node.selftest\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], cwd=root, timeout=100).returncode == 0
