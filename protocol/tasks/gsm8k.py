@@ -17,12 +17,21 @@ from protocol.tasks.task import (
     refuse_unknown_params,
     render_prompt,
 )
-from protocol.tokenizer import Tokenizer
+from protocol.tokenizer import ChatTurn, Tokenizer
 
 #: Largest data object read, in bytes; the whole training set is 4.2 MB.
 MAX_DATA_BYTES: Final = 64 * 2**20
-#: What the model is asked to do, after the question.
-INSTRUCTION: Final = "Solve it in at most three short lines. End with the answer as a number."
+#: What the model is told to do, and one answered question that shows the form.
+INSTRUCTION: Final = "You solve a problem in a few short equations, one per line. The last number is the answer."
+EXAMPLE: Final = (
+    "A baker makes 3 trays of 12 rolls and sells 20 rolls for $2 each. How many rolls are left?",
+    "3 * 12 = 36\n36 - 20 = 16",
+)
+_OPENING: Final[tuple[ChatTurn, ...]] = (
+    {"role": "system", "content": INSTRUCTION},
+    {"role": "user", "content": EXAMPLE[0]},
+    {"role": "assistant", "content": EXAMPLE[1]},
+)
 
 
 class Gsm8kTask:
@@ -37,9 +46,9 @@ class Gsm8kTask:
             raise LocalFault(E_TASK_DATA, "no question is left", expected=f"questions of <= {longest} characters")
 
     def problem(self, group: int) -> Problem:
-        """A question of the data set with the instruction to answer shortly."""
+        """A question of the data set after the instruction to answer shortly."""
         question, answer = draws_for(self._run_id, self._environment, group).choice(self._rows)
-        return Problem(({"role": "user", "content": f"{question}\n{INSTRUCTION}"},), answer)
+        return Problem((*_OPENING, {"role": "user", "content": question}), answer)
 
     def prompt_tokens(self, problem: Problem, tokenizer: Tokenizer) -> list[int]:
         """Token ids of the question in the model's chat template."""
