@@ -25,7 +25,7 @@ class Health:
 
     def __init__(self, clock: Clock):
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come in while its thread holds it
         self._troubles: dict[str, tuple[str, float]] = {}
         self._counts: Counter[str] = Counter()
         self._refusals: Counter[str] = Counter()

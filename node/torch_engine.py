@@ -7,6 +7,7 @@ which consumes one input per row. Passes never have a single row, because matrix
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -57,6 +58,9 @@ class TorchEngine:
         self.version, self.tokens = -1, 0
         self._scheduler = Scheduler(self.capacity, rules.swap_grid)
         self._cache = SlotCache(config.num_hidden_layers, self.capacity)
+        # transformers renamed the keyword on the way to 5.24; both names mean the same object.
+        names = inspect.signature(type(model).forward).parameters
+        self._cache_argument = {"cache" if "cache" in names else "past_key_values": self._cache}
         self._recorder = Recorder(self.capacity, rules.head_size)
         self._input = np.zeros(self.capacity, np.int64)  #: by record: token the next pass consumes
         self._cached = np.zeros(self.capacity, np.int64)  #: by record: inputs in the KV cache
@@ -121,19 +125,23 @@ class TorchEngine:
         """One exchange of weights, one round of prefills or one decode pass.
 
         Raises:
-            LocalFault: weights that a request needs are not at hand, or do not fit the model.
+            LocalFault: weights that a request needs are not at hand or do not fit the model; ``E_ENGINE`` when torch
+                failed, for example for want of memory.
         """
         if not self.open_requests and self.version >= self._source.newest():
             return []
         plan = self._scheduler.plan(self.version, self._source.newest())
         if plan.load is not None:
             self._load(plan.load)
-        if plan.start:
+        try:
             self._start(plan.start)
-        return self._decode(plan.step) if plan.step else []
+            return self._decode(plan.step) if plan.step else []
+        except RuntimeError as error:
+            raise LocalFault(E_ENGINE, "torch failed", got=f"{type(error).__name__}: {str(error)[:300]}") from error
 
     def close(self) -> None:
         """Free the model and the cache."""
+        self._cache_argument.clear()
         del self._model, self._cache
 
     def _load(self, version: int) -> None:
@@ -182,8 +190,8 @@ class TorchEngine:
             ids_RQ[batch_row, : len(prefix)] = prefix
         self._cache.prefill(first, torch.tensor(copies))
         self._model.base_model(
-            input_ids=torch.from_numpy(ids_RQ).to(self._device), position_ids=torch.arange(width)[None],
-            cache=self._cache, use_cache=True,
+            input_ids=self._tensor(ids_RQ), position_ids=torch.arange(width, device=self._device)[None],
+            use_cache=True, **self._cache_argument,
         )
 
     # -- decoding ----------------------------------------------------------------------------------------
@@ -193,14 +201,18 @@ class TorchEngine:
         self._arrange(rows)
         running = self._scheduler.rows[: len(rows)]
         records = np.array([row.record for row in running])
-        logits_RV = self._forward(records)
         draw = sample_batch(
-            logits_RV, torch.from_numpy(self._seeds[records]), torch.from_numpy(self._position[records]), self._rules
+            self._forward(records), self._tensor(self._seeds[records]), self._tensor(self._position[records]),
+            self._rules,
         )
-        tokens_R = draw.tokens_B.numpy()
+        tokens_R, lengths_R, ids_RK, codes_RK, tails_R, token_codes_R = (
+            column.cpu().numpy() for column in (
+                draw.tokens_B, draw.head_len_B, draw.head_ids_BK, draw.head_codes_BK, draw.tail_codes_B,
+                draw.token_codes_B,
+            )
+        )
         self._recorder.write(
-            records, self._drawn[records], tokens_R, draw.head_len_B.numpy(), draw.head_ids_BK.numpy(),
-            draw.head_codes_BK.numpy(), draw.tail_codes_B.numpy(), draw.token_codes_B.numpy(),
+            records, self._drawn[records], tokens_R, lengths_R, ids_RK, codes_RK, tails_R, token_codes_R
         )
         self._input[records] = tokens_R
         for counter in (self._cached, self._position, self._drawn):
@@ -218,13 +230,13 @@ class TorchEngine:
             spare = [int(self._cached[row.record]) for row in others] + [0] * (MIN_ROWS - rows - len(others))
             inputs, positions = np.append(inputs, [0] * len(spare)), np.append(positions, spare)
         length = int(positions.max()) + 1
-        positions_R = torch.from_numpy(positions).to(self._device)
+        positions_R = self._tensor(positions)
         hidden_R1 = positions_R[:, None] < torch.arange(length, device=self._device)[None]
         mask_R11L = torch.zeros(hidden_R1.shape, device=self._device).masked_fill_(hidden_R1, -torch.inf)[:, None, None]
         self._cache.decode(positions_R, length)
         output = self._model(
-            input_ids=torch.from_numpy(inputs).to(self._device)[:, None], position_ids=positions_R[:, None],
-            attention_mask=mask_R11L, cache=self._cache, use_cache=True,
+            input_ids=self._tensor(inputs)[:, None], position_ids=positions_R[:, None],
+            attention_mask=mask_R11L, use_cache=True, **self._cache_argument,
         )
         logits: torch.Tensor = output.logits[:rows, 0].float()
         return logits
@@ -246,6 +258,9 @@ class TorchEngine:
             slots.append(slot)
         self._remove(slots)
         return finished
+
+    def _tensor(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
 
     # -- slots -------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ class Workload:
     """Accepted units until they are complete or given up. All methods may be called from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come in while its thread holds it
         self._units: dict[str, Unit] = {}
         self._incoming: list[Unit] = []
         self._returns: dict[str, str] = {}
