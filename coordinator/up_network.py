@@ -10,7 +10,7 @@ from typing import Final
 import httpx
 
 from coordinator.presets import Preset
-from coordinator.up_plan import HONEST, Choices, Folder
+from coordinator.up_plan import HONEST, Choices, Folder, port_is_free
 from coordinator.up_process import Child, run_command
 from coordinator.up_seat import DrillRow, NodePlan, Seat
 from coordinator.up_status import Status
@@ -29,6 +29,8 @@ E_UP_ADMIN = code("E_UP_ADMIN", "the coordinator refused an administrative act o
 MODEL_TIMEOUT_S: Final = 600.0
 INIT_TIMEOUT_S: Final = 120.0
 READY_TIMEOUT_S: Final = 60.0
+#: Time an earlier coordinator has to give the port back.
+PORT_TIMEOUT_S: Final = 20.0
 #: Time the processes have to notice that the run is complete, fetch the last weights and end by themselves.
 FAREWELL_S: Final = 60.0
 #: Time a process has to drain once asked.
@@ -93,6 +95,7 @@ class Network:
 
     def start(self) -> None:
         """Start the coordinator, then everybody who talks to it."""
+        self._wait_for_the_port()
         self._supervisor.start(self._child("coordinator", [
             "coordinator", "serve", str(self.folder.coordinator), "--host", "127.0.0.1",
             "--port", str(self.choices.port),
@@ -209,6 +212,17 @@ class Network:
 
     def _drill_plan(self, attack: str) -> NodePlan:
         return self._plan(f"mallory-{attack}", attack)
+
+    def _wait_for_the_port(self) -> None:
+        """A coordinator of an earlier start may still be draining."""
+        deadline = self._clock.monotonic() + PORT_TIMEOUT_S
+        while not port_is_free(self.choices.port) and not self.asked_to_stop:
+            if self._clock.monotonic() > deadline:
+                raise LocalFault(
+                    E_UP_START, f"port {self.choices.port} is taken", expected="a free port",
+                    hint="end the process that listens there, or start a new run in another folder",
+                )
+            self._clock.sleep(POLL_S)
 
     def _wait_until_ready(self) -> None:
         deadline = self._clock.monotonic() + READY_TIMEOUT_S

@@ -117,6 +117,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def port_is_free(port: int) -> bool:
+    """Whether one can listen on a port of loopback."""
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
 def write_json(path: Path, value: object) -> None:
     """Replace ``path`` by ``value`` as indented JSON, at once or not at all."""
     scratch = path.with_name(path.name + ".new")

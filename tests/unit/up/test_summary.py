@@ -1,11 +1,12 @@
 import io
 import json
+import socket
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from coordinator.up_plan import Folder, FolderLock, free_port, settle
+from coordinator.up_plan import Folder, FolderLock, free_port, port_is_free, settle
 from coordinator.up_status import DrillSeen, NodeSeen, RolloutsSeen, RunSeen, Status
 from coordinator.up_summary import Summary, in_words, reward_ends, roots_equal, summarise
 from coordinator.up_view import JsonView, LiveView, sparkline
@@ -130,5 +131,7 @@ def test_one_start_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_free_port() -> None:
-    assert 1024 <= free_port() < 65_536
+def test_ports() -> None:
+    assert port_is_free(free_port())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert not port_is_free(taken.getsockname()[1])
