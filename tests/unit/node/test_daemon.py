@@ -335,6 +335,17 @@ def test_weights_are_taken_up_again_after_a_restart(tmp_path: Path, office: Fake
     assert again._parts.weights.newest() == 1
 
 
+def test_a_signal_may_come_in_anywhere(tmp_path: Path, office: FakeCoordinator) -> None:
+    """A handler runs on the main thread, which may hold the very lock that the handler takes."""
+    daemon, _ = make_daemon(tmp_path, office)
+    with daemon.health._lock, daemon._workload._lock:
+        daemon.status()
+        daemon.drain()
+        daemon.abort()
+    assert daemon.health.ending is not None
+    assert daemon.health.ending[0] is Outcome.FAULT
+
+
 def test_two_daemons_do_not_share_a_home(tmp_path: Path, office: FakeCoordinator) -> None:
     daemon, _ = make_daemon(tmp_path, office)
     home = daemon._parts.home

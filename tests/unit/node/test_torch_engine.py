@@ -219,6 +219,18 @@ def test_requests_it_cannot_obey_are_refused(make_engine: MakeEngine, bad: Reque
     assert engine.open_requests == 0
 
 
+def test_what_torch_fails_at_is_our_own_fault(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("node.torch_engine.sample_batch", out_of_memory)
+    engine = make_engine()
+    engine.submit([request(0)])
+    with pytest.raises(LocalFault) as caught:
+        drain(engine)
+    assert caught.value.code == "E_ENGINE"
+
+
 def test_a_model_of_another_vocabulary_is_refused(model: Model, weights: FakeWeights) -> None:
     with pytest.raises(LocalFault) as caught:
         TorchEngine(model[0], model[1], rules(vocab_size=49), weights, slots=2)
