@@ -75,7 +75,7 @@ def selftest(
     finished = _generate(engine, requests)
     seconds = max(clock.monotonic() - started, 1e-9)
     engine.close()
-    divergences = [_divergence(home, layout, weights, run.sampling, done) for done in finished]
+    divergences = _divergences(home, layout, weights, run.sampling, finished)
     profile = next(profile for profile in run.profiles if profile.name == PROFILE)
     tokens = sum(len(done.rollout) for done in finished)
     return Report(
@@ -119,18 +119,23 @@ def _replays_wrong(done: Finished, rules: SamplingRules) -> bool:
     return replay(rollout, done.request.seed, rules) is not None
 
 
-def _divergence(
-    home: Home, layout: Layout, weights: Weights, rules: SamplingRules, done: Finished
-) -> NDArray[np.float64]:
-    """(T,) KL(committed head || reference) per token, nats, over head and tail."""
+def _divergences(
+    home: Home, layout: Layout, weights: Weights, rules: SamplingRules, finished: list[Finished]
+) -> list[NDArray[np.float64]]:
+    """(T,) KL(committed head || reference) per token of each rollout, nats, over head and tail."""
     from protocol.reference.model import ReferenceModel
 
     model = ReferenceModel.load(home.model, layout)
-    with weights.state(done.request.start_version) as state:
-        logits_TV = model.logits_for(done.request.prompt, done.rollout, lambda _: state)
-    x_TV = logits_TV.double().numpy() * (1000 / rules.temperature_milli)
-    x_TV -= x_TV.max(axis=1, keepdims=True)
-    return kl_of_heads(done.rollout, x_TV - np.log(np.exp(x_TV).sum(axis=1, keepdims=True)), rules)
+    with weights.state(weights.newest()) as state:
+        states = {weights.newest(): state}
+        logits = [model.logits_for(done.request.prompt, done.rollout, states.__getitem__) for done in finished]
+    found = []
+    for done, logits_TV in zip(finished, logits, strict=True):
+        x_TV = logits_TV.double().numpy() * (1000 / rules.temperature_milli)
+        x_TV -= x_TV.max(axis=1, keepdims=True)
+        logp_TV = x_TV - np.log(np.exp(x_TV).sum(axis=1, keepdims=True))
+        found.append(kl_of_heads(done.rollout, logp_TV, rules))
+    return found
 
 
 def kl_of_heads(rollout: Rollout, logp_TV: NDArray[Any], rules: SamplingRules) -> NDArray[np.float64]:
