@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 #: Groups the prompts are made from; far from those of a run, so that nothing is learned about them.
 _FIRST_GROUP: Final = 2**40
+#: A token is stochastic when the likeliest entry of its head has less than this probability.
+_STOCHASTIC_BELOW: Final = 0.99
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Report:
     tokens: int
     tokens_per_s: float
     replay_mismatches: int  #: rollouts whose tokens are not what heads and seeds select
-    mean_kl: float  #: worst rollout's mean divergence per token, nats
+    mean_kl: float  #: worst rollout's mean divergence per stochastic token, nats
     max_mean_kl: float  #: the run's threshold for it
     token_kl: float  #: worst token's divergence, nats
     max_token_kl: float  #: the run's threshold for it
@@ -76,12 +78,15 @@ def selftest(
     seconds = max(clock.monotonic() - started, 1e-9)
     engine.close()
     divergences = _divergences(home, layout, weights, run.sampling, finished)
+    means = [
+        _stochastic_mean(done.rollout, kl_T, run.sampling) for done, kl_T in zip(finished, divergences, strict=True)
+    ]
     profile = next(profile for profile in run.profiles if profile.name == PROFILE)
     tokens = sum(len(done.rollout) for done in finished)
     return Report(
         version=weights.newest(), rollouts=len(finished), tokens=tokens, tokens_per_s=round(tokens / seconds, 1),
         replay_mismatches=sum(_replays_wrong(done, run.sampling) for done in finished),
-        mean_kl=max(float(d.mean()) for d in divergences), max_mean_kl=profile.max_mean_kl_nano / 1e9,
+        mean_kl=max(means), max_mean_kl=profile.max_mean_kl_nano / 1e9,
         token_kl=max(float(d.max()) for d in divergences), max_token_kl=profile.max_token_kl_micro / 1e6,
     )
 
@@ -136,6 +141,13 @@ def _divergences(
         logp_TV = x_TV - np.log(np.exp(x_TV).sum(axis=1, keepdims=True))
         found.append(kl_of_heads(done.rollout, logp_TV, rules))
     return found
+
+
+def _stochastic_mean(rollout: Rollout, kl_T: NDArray[np.float64], rules: SamplingRules) -> float:
+    """Mean of ``kl_T`` over the stochastic tokens, as a verifier takes it; 0 when there are none."""
+    starts_T = np.cumsum(rollout.head_lengths, dtype=np.int64) - rollout.head_lengths
+    chosen_T = np.exp(head_logprobs(rollout, rules)[starts_T]) < _STOCHASTIC_BELOW
+    return float(kl_T[chosen_T].mean()) if chosen_T.any() else 0.0
 
 
 def kl_of_heads(rollout: Rollout, logp_TV: NDArray[Any], rules: SamplingRules) -> NDArray[np.float64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,12 @@ from node.drill import (
     round_to_int8,
 )
 from node.engine import Engine, Finished
-from node.selftest import kl_of_heads
+from node.selftest import _stochastic_mean, kl_of_heads
 from node.torch_engine import TorchEngine
 from protocol.bundle import decode, encode
 from protocol.errors import PeerFault
 from protocol.reference.model import ReferenceModel
-from protocol.rollout import Bundle
+from protocol.rollout import EMPTY_TAIL, Bundle
 from protocol.sampler import check_head, replay
 from protocol.weights.layout import Layout, State
 from tests.unit.node.kit import FakeWeights, drain, request, rules
@@ -148,3 +149,15 @@ def test_a_drill_needs_enrolment_for_exactly_its_name(record: dict[str, str | No
         require_enrolled("int8", record)
     assert caught.value.code == "E_DRILL_NOT_ENROLLED"
     require_enrolled("int8", {"drill": "int8"})
+
+
+def test_the_self_tests_mean_leaves_certain_tokens_out(model: Model, weights: FakeWeights) -> None:
+    _, finished = run_drill("int8", model, weights)
+    rollout = finished[0].rollout
+    kl_T = np.ones(len(rollout))
+    assert _stochastic_mean(rollout, kl_T, rules()) in {0.0, 1.0}
+    certain = replace(
+        rollout, head_lengths=np.full(len(rollout), 1, np.uint8), head_ids=rollout.tokens,
+        head_codes=np.zeros(len(rollout), np.uint16), tail_codes=np.full(len(rollout), EMPTY_TAIL, np.uint16),
+    )
+    assert _stochastic_mean(certain, kl_T, rules()) == 0.0
