@@ -38,18 +38,22 @@ def init(
     max_versions: Annotated[int | None, typer.Option(min=1, help="Versions instead of the preset's number.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the run's tasks and draws repeatable.")] = None,
     store: Annotated[str, typer.Option(metavar="URL", help="dir:PATH or s3://...; default: DIR/store.")] = "",
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", help="Change the preset, like batch.groups_per_batch=8; repeatable.")
+    ] = None,
 ) -> None:
     """Found a run: keys, signed manifest, database, join link.
 
     Example: assay coordinator init run --preset tiny --model genesis
     """
     from coordinator.foundation import Founding, found
+    from coordinator.preset_settings import with_settings
     from coordinator.presets import preset as preset_called
     from protocol.clock import SystemClock
 
     founding = Founding(
-        preset=preset_called(preset, task), model=model, host=host, port=port, data=data, name=name,
-        max_versions=max_versions, seed=seed, store_url=store,
+        preset=with_settings(preset_called(preset, task), assignments or []), model=model, host=host, port=port,
+        data=data, name=name, max_versions=max_versions, seed=seed, store_url=store,
     )
     link = found(directory, founding, SystemClock())
     print(f"Run {link.run_id} is founded in {directory}.")

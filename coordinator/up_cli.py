@@ -23,6 +23,9 @@ def up(
     max_versions: Annotated[int | None, typer.Option(min=1, help="Versions to publish.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, max=8, help="Honest nodes (default: the preset's).")] = None,
     drills: Annotated[bool, typer.Option("--drills/--no-drills", help="Run nodes that cheat on purpose.")] = True,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", help="Change the preset, like batch.groups_per_batch=8; repeatable.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="JSON lines, also on a terminal.")] = False,
 ) -> None:
     """Run coordinator, learner, verifier, honest nodes and cheating ones here, and watch them.
@@ -30,6 +33,7 @@ def up(
     Ends by itself with a summary. Ctrl-C drains everything; the same command goes on with the run.
     Exit status: 0 the run is complete or was stopped, 1 something did not hold.
     """
+    from coordinator.preset_settings import with_settings
     from coordinator.presets import preset as preset_of
     from coordinator.up_network import Network
     from coordinator.up_plan import Folder, FolderLock, settle
@@ -40,12 +44,16 @@ def up(
     folder = Folder(directory)
     with FolderLock(folder):
         earlier = folder.load()
-        base = preset_of(preset or (earlier.preset if earlier else "tiny"), task or (earlier.task if earlier else None))
+        base = with_settings(
+            preset_of(preset or (earlier.preset if earlier else "tiny"), task or (earlier.task if earlier else None)),
+            assignments or (earlier.settings if earlier else ()),
+        )
         choices = settle(
             folder,
             {
                 "preset": preset, "task": task, "data": None if data is None else str(data.resolve()), "port": port,
                 "seed": seed, "max_versions": max_versions, "nodes": nodes, "drills": None if drills else (),
+                "settings": tuple(assignments) if assignments else None,
             },
             {"preset": "tiny", "port": 0, "nodes": base.up.honest_nodes, "drills": base.up.drills},
         )

@@ -88,7 +88,9 @@ class Up:
         return int(starts[-1]["pid"])
 
     def kill(self, process: str, timeout_s: float = 60.0) -> None:
-        """``kill -9`` one part and wait until it is back."""
+        """``kill -9`` one part, once it runs, and wait until it is back."""
+        self.wait_for(lambda events: any(e["event"] == "started" and e["process"] == process for e in events),
+                      timeout_s, f"start of {process}")
         before = len(self.events)
         os.kill(self.pid(process), signal.SIGKILL)
         self.wait_for(
@@ -112,8 +114,14 @@ class Up:
         return f"http://127.0.0.1:{json.loads((self.directory / 'up.json').read_text())['port']}"
 
     def get(self, path: str) -> Any:
-        """JSON from the coordinator."""
-        return httpx.get(self.url + path, timeout=20, trust_env=False).raise_for_status().json()
+        """JSON from the coordinator, which may just be coming back."""
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                return httpx.get(self.url + path, timeout=20, trust_env=False).raise_for_status().json()
+            except httpx.TransportError:
+                assert time.monotonic() < deadline, f"no answer to {path}"
+                time.sleep(0.2)
 
     def log_entries(self) -> list[dict[str, Any]]:
         """The coordinator's whole append-only log."""

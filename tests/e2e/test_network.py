@@ -22,8 +22,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 HONEST = ("alice", "bob")
 VICTIMS = ("learner", "alice", "verifier", "coordinator", "bob")
-#: Few versions, so that the run ends soon; the last drills may not come to their turn.
-VERSIONS = 6
+#: Small batches and two drills, so that the run ends soon.
+VERSIONS = 16
+SETTINGS = (
+    "batch.groups_per_batch=8", "batch.group_size=4", "batch.samples_per_lease=4",
+    'up.drills=["edited-answer", "int8"]', "up.time_limit_s=400",
+)
 SUMMARY_KEYS = {
     "versions_published", "reward_first", "reward_last", "rollouts_accepted", "rollouts_rejected", "tokens_generated",
     "tokens_trained", "honest_nodes_banned", "cheaters", "diff_bytes_mean", "full_bytes", "roots_equal", "wall_s",
@@ -55,7 +59,8 @@ class Story:
 def story(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Story:
     story = Story(tmp_path_factory.mktemp("network") / "run")
     shutil.copytree(tiny_model, story.directory / "model")
-    with Up(story.directory, "--max-versions", str(VERSIONS), "--seed", "3") as up:
+    choices = ["--max-versions", str(VERSIONS), "--seed", "3", *(f"--set={setting}" for setting in SETTINGS)]
+    with Up(story.directory, *choices) as up:
         up.wait_for_version(1, 240)
         story.logs.append(up.log_entries())
         story.version_before = newest(up.events)
@@ -128,9 +133,9 @@ def test_every_process_was_killed_and_came_back(story: Story) -> None:
 
 
 def test_cheats_are_caught_and_the_evidence_convinces_a_stranger(story: Story) -> None:
-    caught = [cheater for cheater in story.summary["cheaters"] if cheater["caught"]]
-    assert caught
-    for cheater in caught:
+    cheaters = story.summary["cheaters"]
+    assert {cheater["attack"]: cheater["caught"] for cheater in cheaters} == {"edited-answer": True, "int8": True}
+    for cheater in cheaters:
         evidence = story.directory / "evidence" / f"{cheater['attack']}.evidence"
         audit = subprocess.run(
             [sys.executable, "-m", "assay", "audit", str(evidence), "--checkpoint",

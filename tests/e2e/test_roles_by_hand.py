@@ -74,7 +74,8 @@ def test_three_roles_in_separate_terminals(tmp_path: Path, tiny_model: Path) -> 
     url = f"http://127.0.0.1:{port}"
     founded = assay(
         "coordinator", "init", str(run), "--preset", "tiny", "--model", str(tiny_model), "--port", str(port),
-        "--max-versions", str(VERSIONS),
+        "--max-versions", str(VERSIONS), "--set", "batch.groups_per_batch=8", "--set", "batch.group_size=4",
+        "--set", "batch.samples_per_lease=4",
     )
     link = (run / "link.txt").read_text().strip()
     assert link in founded
