@@ -10,9 +10,11 @@ prefix is computed again. Spec: ``docs/spec/verification.md``, "Recomputation".
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 MAX_PASS_TOKENS: Final = 2048
 #: Most logits one forward pass makes, so that V = 150,000 and V = 64 need the same memory (128 MiB of float32).
 MAX_PASS_LOGITS: Final = 32 * 2**20
+#: Prompts of at least this many tokens are computed once for all their completions; below, the extra pass costs more.
+MIN_SHARED_PROMPT: Final = 32
 
 
 @dataclass(frozen=True)
@@ -116,27 +120,64 @@ class ReferenceModel:
                 self.set_state(states(version))
                 self._loaded = (states, version)
             mine = [step for step in steps if step.version == version]
+            asked = Counter(items[step.item].prompt for step in mine if step.feed.start == 0)
+            shared = {p: self._prefix_cache(p) for p, n in asked.items() if n > 1 and len(p) >= MIN_SHARED_PROMPT}
             alone = [s for s in mine if s.feed.start or s.continued or len(s.feed) > self._tokens_per_pass]
-            yield from self._batched(items, [step for step in mine if step not in alone])
+            batched = [step for step in mine if step not in alone]
+            yield from self._batched(items, [s for s in batched if items[s.item].prompt not in shared])
+            for prompt, cache in shared.items():
+                yield from self._after_prompt(items, [s for s in batched if items[s.item].prompt == prompt], cache)
             for step in alone:
+                if step.feed.start == 0 and items[step.item].prompt in shared:
+                    prompt = items[step.item].prompt
+                    caches[step.item] = copy.deepcopy(shared[prompt])
+                    step = replace(step, feed=range(len(prompt) - 1, step.feed.stop))
                 yield from self._through_cache(items[step.item], step, caches)
+
+    def _prefix_cache(self, prompt: tuple[int, ...]) -> Any:
+        """The cache after all of a prompt but its last token, under the loaded version."""
+        cache = DynamicCache(config=self.model.config)
+        base: Any = self.model.base_model
+        for begin in range(0, len(prompt) - 1, self._tokens_per_pass):
+            piece = prompt[begin : min(begin + self._tokens_per_pass, len(prompt) - 1)]
+            ids_1L = torch.tensor([piece], device=self.device)
+            base(input_ids=ids_1L, use_cache=True, **{self._cache_keyword: cache})
+        return cache
+
+    def _after_prompt(
+        self, items: Sequence[Recomputation], steps: list[_Step], cache: Any
+    ) -> Iterator[LogitsChunk]:
+        """Completions of one prompt side by side behind its cache, padded on the right."""
+        if not steps:
+            return
+        begin = len(items[steps[0].item].prompt) - 1
+        for batch in _pack([replace(step, feed=range(begin, step.feed.stop)) for step in steps], self._tokens_per_pass):
+            rows = copy.deepcopy(cache)
+            rows.batch_repeat_interleave(len(batch))
+            yield from self._pass(items, batch, **{self._cache_keyword: rows})
 
     def _batched(self, items: Sequence[Recomputation], steps: list[_Step]) -> Iterator[LogitsChunk]:
         """Whole prefixes side by side, padded on the right: causal attention never looks at the padding."""
         for batch in _pack(steps, self._tokens_per_pass):
-            width = max(len(step.feed) for step in batch)
-            ids_BL = torch.zeros((len(batch), width), dtype=torch.int64)
-            for row, step in enumerate(batch):
-                ids_BL[row, : len(step.feed)] = torch.tensor(_inputs(items[step.item], step.feed))
-            first = min(step.keep for step in batch)
-            kept = torch.arange(first, width, device=self.device)
-            logits_BKV = self.model(input_ids=ids_BL.to(self.device), use_cache=False, logits_to_keep=kept).logits
-            for row, step in enumerate(batch):
-                logits = logits_BKV[row, step.keep - first : len(step.feed) - first]
-                yield LogitsChunk(step.item, step.keep + 1 - len(items[step.item].prompt), logits)
+            yield from self._pass(items, batch)
+
+    def _pass(self, items: Sequence[Recomputation], batch: list[_Step], **cache: Any) -> Iterator[LogitsChunk]:
+        """One forward pass over inputs that begin at the same place."""
+        begin, width = batch[0].feed.start, max(len(step.feed) for step in batch)
+        ids_BL = torch.zeros((len(batch), width), dtype=torch.int64)
+        for row, step in enumerate(batch):
+            ids_BL[row, : len(step.feed)] = torch.tensor(_inputs(items[step.item], step.feed))
+        first = min(step.keep for step in batch) - begin
+        kept = torch.arange(first, width, device=self.device)
+        logits_BKV = self.model(
+            input_ids=ids_BL.to(self.device), use_cache=bool(cache), logits_to_keep=kept, **cache
+        ).logits
+        for row, step in enumerate(batch):
+            logits = logits_BKV[row, step.keep - begin - first : len(step.feed) - first]
+            yield LogitsChunk(step.item, step.keep + 1 - len(items[step.item].prompt), logits)
 
     def _through_cache(self, item: Recomputation, step: _Step, caches: dict[int, Any]) -> Iterator[LogitsChunk]:
-        cache = caches.pop(step.item, None) if step.feed.start else None
+        cache = caches.pop(step.item, None)
         if cache is None:
             cache = DynamicCache(config=self.model.config)
         for begin in range(step.feed.start, step.feed.stop, self._tokens_per_pass):

@@ -125,6 +125,28 @@ def test_a_batch_gives_each_item_its_own_logits(reference, states):
         torch.testing.assert_close(torch.cat(parts[index]), alone, atol=1e-4, rtol=1e-4)
 
 
+def test_completions_of_one_long_prompt_share_its_pass(reference, states, monkeypatch):
+    prompt = tuple(range(model_module.MIN_SHARED_PROMPT + 8))
+    ways = ([Segment(0, 1)], [Segment(0, 1)], [Segment(0, 1), Segment(8, 2)], [Segment(0, 0), Segment(4, 1)],
+            [Segment(0, 0), Segment(8, 1, SwapMode.REPREFILL)])
+    items = [Recomputation(prompt, _rollout(9 + n, way, seed=n)) for n, way in enumerate(ways)]
+    fed = []
+    inner = type(reference.model.base_model).forward
+    monkeypatch.setattr(
+        type(reference.model.base_model), "forward",
+        lambda self, input_ids, **rest: (fed.append(input_ids.numel()), inner(self, input_ids=input_ids, **rest))[1],
+    )
+    parts = {index: [] for index in range(len(items))}
+    for chunk in reference.replay(items, states):
+        assert chunk.start == sum(len(part) for part in parts[chunk.item])
+        parts[chunk.item].append(chunk.logits)
+    # Six of the seven steps need the prompt, under two versions: each computes it once.
+    assert sum(fed) < 4 * len(prompt)
+    for index, item in enumerate(items):
+        alone = reference.logits_for(item.prompt, item.rollout, states)
+        torch.testing.assert_close(torch.cat(parts[index]), alone, atol=1e-4, rtol=1e-4)
+
+
 def test_long_prefixes_go_through_in_pieces(reference, states):
     rollout = _rollout(60, [Segment(0, 1)])
     whole = reference.logits_for(list(range(30)), rollout, states)
