@@ -85,7 +85,7 @@ SMOLLM2: Final = Preset(
     environments=(Environment(name="arithmetic", kind="arithmetic", params={"max_term": 10}),),
     sampling=SamplingPreset(temperature_milli=700, head_size=32, swap_grid=4, max_new_tokens=14),
     batch=BatchRules(
-        groups_per_batch=6, group_size=8, samples_per_lease=4, max_lag_versions=3, max_versions=8, lease_ms=180_000
+        groups_per_batch=6, group_size=8, samples_per_lease=4, max_lag_versions=3, max_versions=12, lease_ms=180_000
     ),
     audit=AuditPolicy(ramp=20, floor_ppm=50_000, epoch_ms=300_000),
     profiles=(TORCH_CPU_FP32,),
