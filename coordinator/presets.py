@@ -71,12 +71,12 @@ TINY: Final = Preset(
     ),
     sampling=SamplingPreset(head_size=16, swap_grid=2, max_new_tokens=8),
     batch=BatchRules(
-        groups_per_batch=32, group_size=8, samples_per_lease=8, max_lag_versions=4, max_versions=18, lease_ms=30_000
+        groups_per_batch=32, group_size=8, samples_per_lease=8, max_lag_versions=4, max_versions=16, lease_ms=30_000
     ),
     audit=AuditPolicy(ramp=20, floor_ppm=50_000, epoch_ms=60_000),
     profiles=(TORCH_CPU_FP32,),
     learner={"optim.lr": 1.5e-4, "loss.preset": "tis"},
-    up=UpPreset(node_batch=16, cheater_batch=4, time_limit_s=600),
+    up=UpPreset(node_batch=32, cheater_batch=4, time_limit_s=600),
 )
 
 SMOLLM2: Final = Preset(
