@@ -6,7 +6,7 @@ Legend: B rows of a batch, T positions, V vocabulary, K = min(head_size, V) entr
 Spec: ``docs/spec/sampler.md``.
 """
 
-# ruff: noqa: N815 (fields of tensors end in their shape)
+
 
 from __future__ import annotations
 
