@@ -35,7 +35,7 @@ EPILOG: Final = """\b
 Examples:
   assay up demo                               a whole network in the folder demo
   assay node join LINK --home ~/.assay        join a run by its link
-  assay audit rollouts.evidence --checkpoint DIR
+  assay audit some.evidence --checkpoint DIR  check what somebody else did
   assay node --help                           what a part can do
 
 \b
