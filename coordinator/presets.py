@@ -75,7 +75,7 @@ TINY: Final = Preset(
     ),
     audit=AuditPolicy(ramp=20, floor_ppm=50_000, epoch_ms=60_000),
     profiles=(TORCH_CPU_FP32,),
-    learner={"optim.lr": 1.5e-4, "loss.preset": "tis"},
+    learner={"optim.lr": 1.5e-4, "loss.preset": "tis", "process.poll_ms": 1500},
     up=UpPreset(node_batch=32, cheater_batch=4, time_limit_s=600),
 )
 
