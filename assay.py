@@ -112,6 +112,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         print(explain(error), file=sys.stderr)
         sys.exit(exit_code(error))
+    except OSError as error:
+        # A path or an address of the caller's that no part foresaw; the operating system's words name it.
+        if debug or error.filename is None:
+            raise
+        print(f"error E_USAGE: {error.strerror}\n  got:      {error.filename}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

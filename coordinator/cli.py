@@ -167,7 +167,7 @@ def nodes(directory: Dir = Path(), as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    print(f"{'node':<18}{'name':<16}{'state':<10}{'version':>8}{'accepted':>10}{'rejected':>10}{'unclear':>9}  reasons")
+    print(f"{'node':<66}{'name':<16}{'state':<10}{'version':>8}{'accepted':>10}{'rejected':>10}{'unclear':>9}  reasons")
     for node in found:
         print(_row(node))
 
@@ -222,7 +222,7 @@ def _row(node: dict[str, Any]) -> str:
     reasons = ", ".join(f"{code} x{count}" for code, count in sorted(node["reasons"].items()))
     state = f"{node['state']}{'*' if node['drill'] else ''}"
     return (
-        f"{node['id'][:16]:<18}{node['name'][:15]:<16}{state:<10}{node['version']:>8}{node['accepted']:>10}"
+        f"{node['id']:<66}{node['name'][:15]:<16}{state:<10}{node['version']:>8}{node['accepted']:>10}"
         f"{node['rejected']:>10}{node['inconclusive']:>9}  {reasons}"
     )
 

@@ -45,7 +45,10 @@ def require_receipt(session: Session, receipt_id: str) -> Receipt:
     """
     receipt = session.get(Receipt, receipt_id)
     if receipt is None:
-        raise LocalFault(E_NOT_FOUND, "no such receipt", got=receipt_id[:80])
+        raise LocalFault(
+            E_NOT_FOUND, "no such receipt", expected="a receipt id, 32 hex digits", got=receipt_id[:80],
+            hint="/v1/nodes/NODE_ID lists a node's receipts; a lease id is not a receipt id",
+        )
     return receipt
 
 

@@ -58,14 +58,22 @@ def found(directory: Path, founding: Founding, clock: Clock) -> JoinLink:
             what the parts raise.
     """
     directory = directory.resolve()
-    if directory.exists() and any(directory.iterdir()):
+    scratch = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}")
+    try:
+        taken = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+        if not taken:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            scratch.mkdir(mode=0o700)  # the database holds draw keys that are not revealed yet
+    except OSError as error:
         raise LocalFault(
-            E_CONFLICT, f"{directory} is not empty", expected="a new or an empty directory",
+            E_CONFIG, f"cannot make {directory}", expected="a directory that may be created", got=str(error),
+            hint="choose another DIR",
+        ) from None
+    if taken:
+        raise LocalFault(
+            E_CONFLICT, f"{directory} is taken", expected="a new or an empty directory",
             hint="assay coordinator serve DIR goes on with a run that is there",
         )
-    scratch = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch.mkdir(mode=0o700)  # the database holds draw keys that are not revealed yet
     try:
         link = _fill(scratch, founding, clock.now_ms())
         if directory.exists():

@@ -11,7 +11,8 @@ from node.home import Home, Pin
 from protocol.api import JoinLink
 from protocol.client import CoordinatorClient
 from protocol.clock import Clock
-from protocol.errors import LocalFault, code
+from protocol.envelope import Envelope
+from protocol.errors import LocalFault, PeerFault, code
 from protocol.identity import Identity
 from protocol.messages import NodeHello, RunManifest
 
@@ -43,7 +44,7 @@ def join(link: JoinLink, home: Home, client: CoordinatorClient, clock: Clock, *,
         Transient: ``E_UNREACHABLE``.
     """
     envelope = client.run_manifest()
-    run = RunManifest.open(envelope, link.root, run_id=link.run_id, now_ms=clock.now_ms())
+    run = _run_of(link, envelope, clock.now_ms())
     check_protocol(run)
     new_key = not home.key.exists()
     identity = Identity.load_or_create(home.key)
@@ -53,6 +54,17 @@ def join(link: JoinLink, home: Home, client: CoordinatorClient, clock: Clock, *,
     reply = client.register(hello)
     home.remember(Pin(coordinator=link.base_url, root=link.root, run_id=link.run_id, name=chosen), envelope)
     return Joined(identity.id, chosen, run, reply.state, new_key)
+
+
+def _run_of(link: JoinLink, envelope: Envelope, now_ms: int) -> RunManifest:
+    try:
+        return RunManifest.open(envelope, link.root, run_id=link.run_id, now_ms=now_ms)
+    except PeerFault as error:
+        raise PeerFault(
+            error.code, f"the coordinator's run manifest is not the one the link names: {error.message}",
+            expected=f"run {link.run_id}, signed by the root key {link.root}", got=error.got,
+            hint="ask the operator for a fresh link; if it says the same, do not trust this coordinator",
+        ) from None
 
 
 def greeting(run: RunManifest, identity: Identity, name: str, clock: Clock, *, token: str | None) -> NodeHello:

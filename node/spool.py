@@ -95,7 +95,7 @@ class Receipts:
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
 
-    def add(self, lease_id: str, receipt: dict[str, object]) -> None:
+    def add(self, lease_id: str, receipt_id: str, receipt: dict[str, object]) -> None:
         """Append a receipt.
 
         Raises:
@@ -103,7 +103,7 @@ class Receipts:
         """
         try:
             with self._lock, self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"lease_id": lease_id, "receipt": receipt}) + "\n")
+                file.write(json.dumps({"lease_id": lease_id, "receipt_id": receipt_id, "receipt": receipt}) + "\n")
         except OSError as error:
             raise LocalFault(E_SPOOL, f"cannot keep a receipt in {self._path}", got=str(error)) from None
 

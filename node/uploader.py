@@ -148,7 +148,7 @@ class Uploader(Worker):
         """Upload and submit one item; what the coordinator will never take is dropped and counted."""
         try:
             item = self._outbox.spool.get(lease_id)
-            receipt = self._submit(item)
+            receipt_id, receipt = self._submit(item)
         except PeerFault as error:
             if error.code == E_NODE_BANNED:
                 raise
@@ -160,13 +160,13 @@ class Uploader(Worker):
             self.health.refused(error)
             _LOG.error("work lost: %s", error, extra={"code": error.code, "lease_id": lease_id})
         else:
-            self._receipts.add(lease_id, receipt)
+            self._receipts.add(lease_id, receipt_id, receipt)
             self.health.count("submitted")
             self.health.count("submitted_rollouts", item.commitment.rollouts)
             self.health.count("submitted_tokens", item.commitment.tokens)
             _LOG.info("work handed in", extra={"lease_id": lease_id, "tokens": item.commitment.tokens})
 
-    def _submit(self, item: Spooled) -> dict[str, object]:
+    def _submit(self, item: Spooled) -> tuple[str, dict[str, object]]:
         commitment = item.commitment
         request = UploadRequest(
             run_id=commitment.run_id, node_id=commitment.node_id, object_sha256=commitment.object_sha256,
@@ -181,4 +181,4 @@ class Uploader(Worker):
                 E_RECEIPT, "the receipt is for other work", expected=commitment.object_sha256,
                 got=receipt.object_sha256,
             )
-        return reply.receipt.to_dict()
+        return receipt.receipt_id, reply.receipt.to_dict()

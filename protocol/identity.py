@@ -93,8 +93,8 @@ class Identity:
         Raises:
             LocalFault: ``E_KEY_FILE`` when the file exists or cannot be written.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
             raise LocalFault(E_KEY_FILE, f"cannot create key file {path}", got=str(error)) from None

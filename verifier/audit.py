@@ -31,6 +31,7 @@ class Audit:
     node_id: str
     lease: Lease
     verdicts: tuple[Verdict, ...]  #: of the run's verifiers, as found in the evidence
+    verdicts_ignored: int  #: others in the evidence, which no verifier of the run signed
     recomputed: bool  #: False when no checkpoint was given, so that T2 was left out
 
     @property
@@ -78,7 +79,8 @@ def audit(evidence: Evidence, run: RunManifest, material: Material) -> Audit:
         judgement = Session(run, book, rewards, shelf).judge([submission])[0]
     verdicts = tuple(_verdicts(evidence, run))
     return Audit(
-        judgement, run, evidence.root_public_key.hex(), key_id(evidence.node_public_key), lease, verdicts, recomputed
+        judgement, run, evidence.root_public_key.hex(), key_id(evidence.node_public_key), lease, verdicts,
+        len(evidence.verdicts) - len(verdicts), recomputed,
     )
 
 

@@ -101,6 +101,7 @@ def _print_json(result: Audit, file: Path, *, pinned: bool) -> None:
         "likely_causes": list(likely_causes(judgement.code)),
         "findings": [finding.model_dump(mode="json") for finding in judgement.findings],
         "verdicts": [verdict.model_dump(mode="json") for verdict in result.verdicts],
+        "verdicts_ignored": result.verdicts_ignored,
     }, indent=2))
 
 

@@ -32,10 +32,13 @@ def print_audit(result: Audit, file: Path, checkpoints: list[Path], data: list[P
     console.print(_table(result))
     for verdict in result.verdicts:
         say(f"verdict in the file: {verdict.outcome} {verdict.code or ''} by {verdict.verifier_id[:16]}")
+    if result.verdicts_ignored:
+        say(f"{result.verdicts_ignored} verdict(s) in the file ignored: not signed by a verifier of the run")
     if not result.recomputed:
         say("The model was not asked (T2) and the reward not recomputed: give --checkpoint for that.")
     style = _STYLE[judgement.outcome]
-    say(f"[{style}]{judgement.outcome.upper()}[/] {judgement.code or ''} after {', '.join(judgement.tiers)}")
+    reached = f"after {', '.join(judgement.tiers)}" if judgement.tiers else "before any tier was complete"
+    say(f"[{style}]{judgement.outcome.upper()}[/] {judgement.code or ''} {reached}")
     _print_failure(say, result)
     say(f"again: {escape(_command(result, file, checkpoints, data))}")
 

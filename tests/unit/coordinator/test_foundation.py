@@ -53,6 +53,17 @@ def test_a_full_directory_is_left_alone(tmp_path: Path, founding: Founding, cloc
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["precious"]
 
 
+@pytest.mark.parametrize(("name", "code"), [("file", "E_CONFLICT"), ("file/run", "E_CONFIG")])
+def test_a_file_in_the_way_is_explained(
+    tmp_path: Path, founding: Founding, clock: FakeClock, name: str, code: str
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(LocalFault) as caught:
+        found(tmp_path / name, founding, clock)
+    assert caught.value.code == code
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [("model.safetensors", None), ("config.json", "{}"), ("config.json", "nonsense"), ("tokenizer.json", None)],

@@ -9,6 +9,7 @@ import pytest
 
 from node.home import Home, Pin, status_age_s
 from protocol.errors import AssayError, LocalFault
+from protocol.identity import Identity
 from tests.unit.node.office import NODE, ROOT, RUN_ID, make_home, run_manifest
 
 
@@ -89,3 +90,10 @@ def test_a_folder_that_cannot_be_written_is_a_local_fault(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     home = Home(tmp_path / "file")
     assert code_of(home.write_state, 1, "ab" * 32, 1) == "E_HOME"
+
+
+def test_a_key_below_a_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(LocalFault) as caught:
+        Identity.generate().save(tmp_path / "file" / "key")
+    assert caught.value.code == "E_KEY_FILE"

@@ -102,8 +102,8 @@ def test_kill_9_at_any_write_leaves_whole_items_only(tmp_path: Path, root: Path)
 
 def test_receipts_are_lines(tmp_path: Path) -> None:
     receipts = Receipts(tmp_path / "receipts.jsonl")
-    receipts.add("a", {"payload": "x"})
-    receipts.add("b", {"payload": "y"})
+    receipts.add("a", "1", {"payload": "x"})
+    receipts.add("b", "2", {"payload": "y"})
     assert len((tmp_path / "receipts.jsonl").read_text().splitlines()) == 2
     with pytest.raises(LocalFault):
-        Receipts(tmp_path / "nowhere" / "r.jsonl").add("a", {})
+        Receipts(tmp_path / "nowhere" / "r.jsonl").add("a", "1", {})

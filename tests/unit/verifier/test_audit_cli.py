@@ -163,6 +163,7 @@ def test_verdicts_of_the_runs_verifiers_are_shown(world, write, honest):
     )
     _, found = _json(write(honest, verdicts=(verdict.sign(VERIFIER), verdict.sign(identity("liar")))))
     assert [shown["outcome"] for shown in found["verdicts"]] == ["pass"]
+    assert found["verdicts_ignored"] == 1
 
 
 def test_a_receipt_is_not_required(write, honest):
