@@ -19,11 +19,22 @@ from coordinator.keyring import Keyring
 from coordinator.leases import Leases
 from coordinator.prompts import Prompts
 from coordinator.registry import Registry
+from coordinator.rendezvous import Rendezvous
 from coordinator.run import Run
 from coordinator.submissions import Submissions
 from coordinator.uploads import Uploads
 from protocol import evidence as evidence_file
-from protocol.api import Ack, AdmittedGroup, BatchReply, ClaimReply, LeaseReply, RegisterReply, SubmitReply, UploadReply
+from protocol.api import (
+    Ack,
+    AdmittedGroup,
+    BatchReply,
+    ClaimReply,
+    LeaseReply,
+    PeersReply,
+    RegisterReply,
+    SubmitReply,
+    UploadReply,
+)
 from protocol.clock import Clock
 from protocol.envelope import Envelope
 from protocol.messages import Commitment, UploadRequest
@@ -48,6 +59,7 @@ class Coordinator:
         self.config, self.run, self.keyring = config, run, keyring
         self.database, self.store, self.clock = database, store, clock
         self.registry = Registry(run, config.max_clock_skew_ms)
+        self.rendezvous = Rendezvous(self.registry)
         self.groups = Groups(run, prompts, config.batches_ahead)
         self.epochs = Epochs(run)
         self.leases = Leases(run, keyring.identity, self.registry, self.groups, config)
@@ -76,6 +88,11 @@ class Coordinator:
         """``POST /v1/lease-returns``."""
         with self.database.write() as session:
             return self.leases.hand_back(session, envelope, self.clock.now_ms())
+
+    def announce(self, envelope: Envelope, seen_from: str) -> PeersReply:
+        """``POST /v1/peers``."""
+        with self.database.write() as session:
+            return self.rendezvous.announce(session, envelope, seen_from, self.clock.now_ms())
 
     def grant_upload(self, envelope: Envelope) -> UploadReply:
         """``POST /v1/uploads``."""

@@ -75,6 +75,7 @@ class Base(DeclarativeBase):
         str: String(200),
         bytes: LargeBinary(),
         list[int]: JSON(),
+        list[str]: JSON(),
         dict[str, Any]: JSON(),
     }
 
@@ -129,6 +130,15 @@ class NodeReason(Base):
     node_id: Mapped[str] = mapped_column(ForeignKey("nodes.id"), primary_key=True)
     code: Mapped[str] = mapped_column(primary_key=True)
     count: Mapped[int]
+
+
+class Peer(Base):
+    """Where a node's swarm host said it listens; soft state that lapses."""
+
+    __tablename__ = "peers"
+    node_id: Mapped[str] = mapped_column(ForeignKey("nodes.id"), primary_key=True)
+    addresses: Mapped[list[str]]
+    announced_ms: Mapped[int] = mapped_column(index=True)
 
 
 class JoinToken(Base):

@@ -21,9 +21,17 @@ from protocol.api import (
 )
 from protocol.envelope import Envelope
 from protocol.errors import E_NOT_FOUND, LocalFault, PeerFault
-from protocol.messages import Commitment, LeaseRequest, LeaseReturn, NodeHello, UploadRequest, opened_by
+from protocol.messages import (
+    Commitment,
+    LeaseRequest,
+    LeaseReturn,
+    NodeHello,
+    UploadRequest,
+    opened_by,
+)
+from protocol.swarm.announce import PeerAnnounce
 
-_NodeMessage = TypeVar("_NodeMessage", LeaseRequest, LeaseReturn, UploadRequest, Commitment)
+_NodeMessage = TypeVar("_NodeMessage", LeaseRequest, LeaseReturn, PeerAnnounce, UploadRequest, Commitment)
 
 
 class Registry:

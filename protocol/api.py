@@ -118,6 +118,24 @@ class UploadReply(Reply):
     exists: bool  #: the store has the object already; nothing to send
 
 
+class PeerRecord(Reply):
+    """Where one node's swarm host listens, as that node said."""
+
+    node_id: str
+    public_key: str  #: hex; the host must prove that it holds it
+    name: str
+    addresses: list[str]  #: multiaddrs without the peer's id
+    age_ms: int  #: time since it said so
+
+
+class PeersReply(Reply):
+    """Answer to a ``PeerAnnounce``."""
+
+    peers: list[PeerRecord]  #: others that said so lately, at most as many as asked for
+    seen_from: str  #: IP address the request came from, as the coordinator sees it; empty when unknown
+    announce_again_ms: int  #: say it again after this long, or be forgotten
+
+
 class SubmitReply(Reply):
     """Answer to a ``Commitment``."""
 

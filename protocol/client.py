@@ -25,6 +25,7 @@ from protocol.api import (
     CheckpointsReply,
     ClaimReply,
     LeaseReply,
+    PeersReply,
     RegisterReply,
     SubmitReply,
     UploadReply,
@@ -57,6 +58,7 @@ from protocol.messages import (
     UploadRequest,
     Verdict,
 )
+from protocol.swarm.announce import PeerAnnounce
 
 #: Largest JSON answer read, in bytes.
 MAX_REPLY_BYTES: Final = 64 * 2**20
@@ -191,6 +193,10 @@ class CoordinatorClient:
     def return_leases(self, message: LeaseReturn) -> Ack:
         """Hand leases back unfinished."""
         return _parse(Ack, self._send("/v1/lease-returns", message))
+
+    def announce(self, message: PeerAnnounce) -> PeersReply:
+        """Say where our swarm host listens, and hear where others do."""
+        return _parse(PeersReply, self._send("/v1/peers", message))
 
     def upload(self, request: UploadRequest, data: bytes) -> None:
         """Put ``data`` in the object store; nothing is sent when the store has it.

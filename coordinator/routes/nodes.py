@@ -7,8 +7,9 @@ from fastapi import APIRouter, Request
 
 from coordinator.edge import read_body
 from coordinator.routes.common import Desk, NodeEnvelope, takes
-from protocol.api import Ack, LeaseReply, RegisterReply, SubmitReply, UploadReply
+from protocol.api import Ack, LeaseReply, PeersReply, RegisterReply, SubmitReply, UploadReply
 from protocol.messages import Commitment, LeaseRequest, LeaseReturn, NodeHello, UploadRequest
+from protocol.swarm.announce import PeerAnnounce
 
 router = APIRouter(prefix="/v1", tags=["nodes"])
 
@@ -29,6 +30,12 @@ def lease(desk: Desk, envelope: NodeEnvelope) -> LeaseReply:
 def return_leases(desk: Desk, envelope: NodeEnvelope) -> Ack:
     """Hand leases back unfinished."""
     return desk.return_leases(envelope)
+
+
+@router.post("/peers", response_model=PeersReply, openapi_extra=takes(PeerAnnounce))
+def announce(request: Request, desk: Desk, envelope: NodeEnvelope) -> PeersReply:
+    """Say where a node's swarm host listens (an unspecified address means: where this request comes from)."""
+    return desk.announce(envelope, request.client.host if request.client else "")
 
 
 @router.post("/uploads", response_model=UploadReply, openapi_extra=takes(UploadRequest))
