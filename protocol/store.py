@@ -56,6 +56,15 @@ class Store(Protocol):
         """
         ...
 
+    def read(self, sha256: str, start: int, end: int) -> bytes:
+        """Bytes ``start`` to ``end`` of the object, fewer where it ends before; unchecked, for a part has no hash.
+
+        Raises:
+            LocalFault: ``E_NOT_FOUND`` or ``E_STORE``.
+            Transient: the service cannot be reached.
+        """
+        ...
+
     def has(self, sha256: str) -> bool:
         """Whether the object is there."""
         ...
@@ -178,6 +187,17 @@ class DirectoryStore:
         except OSError as error:
             raise _failed("read from", error) from None
         return check_object(sha256, data)
+
+    def read(self, sha256: str, start: int, end: int) -> bytes:
+        """See :meth:`Store.read`."""
+        try:
+            with self._file(sha256).open("rb") as file:
+                file.seek(start)
+                return file.read(max(0, end - start))
+        except FileNotFoundError:
+            raise missing(sha256) from None
+        except OSError as error:
+            raise _failed("read from", error) from None
 
     def has(self, sha256: str) -> bool:
         """See :meth:`Store.has`."""

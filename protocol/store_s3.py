@@ -24,6 +24,7 @@ _READ_TIMEOUT_S: Final = 30
 _ATTEMPTS: Final = 4
 _EXISTS: Final = frozenset({"PreconditionFailed", "412"})
 _ABSENT: Final = frozenset({"NoSuchKey", "404"})
+_BEYOND: Final = frozenset({"InvalidRange", "416"})
 
 _T = TypeVar("_T")
 
@@ -97,6 +98,18 @@ class S3Store:
         with reply["Body"] as body:
             check_size(sha256, int(reply["ContentLength"]), max_bytes)
             data: bytes = body.read(max_bytes + 1)
+        return data
+
+    def read(self, sha256: str, start: int, end: int) -> bytes:
+        """See :meth:`protocol.store.Store.read`."""
+        if end <= start:
+            return b""
+        return _ask("read", sha256, lambda: self._read_part(sha256, start, end), quiet=_BEYOND) or b""
+
+    def _read_part(self, sha256: str, start: int, end: int) -> bytes:
+        reply = self._client.get_object(**self._at(sha256), Range=f"bytes={start}-{end - 1}")
+        with reply["Body"] as body:
+            data: bytes = body.read(end - start)
         return data
 
     def has(self, sha256: str) -> bool:

@@ -22,6 +22,10 @@ class MemoryStore:
         check_size(sha256, self.size(sha256), max_bytes)
         return check_object(sha256, self.objects[sha256])
 
+    def read(self, sha256: str, start: int, end: int) -> bytes:
+        self.size(sha256)
+        return self.objects[sha256][start:end]
+
     def has(self, sha256: str) -> bool:
         return check_key(sha256) in self.objects
 

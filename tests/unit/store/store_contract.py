@@ -35,6 +35,14 @@ class StoreContract:
             assert caught.value.code == "E_NOT_FOUND"
         store.delete(ABSENT)
 
+    @pytest.mark.parametrize(("start", "end"), [(0, 10), (3, 7), (0, 3), (7, 99), (10, 12), (99, 120), (4, 4)])
+    def test_parts_are_what_slices_are(self, store: Store, start: int, end: int) -> None:
+        sha256 = store.put(b"0123456789")
+        assert store.read(sha256, start, end) == b"0123456789"[start:end]
+        with pytest.raises(LocalFault) as caught:
+            store.read(ABSENT, 0, 1)
+        assert caught.value.code == "E_NOT_FOUND"
+
     def test_deleted_objects_are_gone_and_can_come_back(self, store: Store) -> None:
         sha256 = store.put(b"to be deleted")
         store.delete(sha256)
