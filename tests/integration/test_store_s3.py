@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,8 +17,14 @@ from botocore.config import Config
 from protocol.errors import LocalFault, Transient
 from protocol.store import PresignedRequest, open_store
 from protocol.store_s3 import S3Store
+from protocol.weights.cache import ChunkCache
+from protocol.weights.pool import SourcePool
+from protocol.weights.sources import ChunkSource, HttpSource, StoreSource, source_of
 from tests.fakes.checkpoints import FakeLearner, same_bits
 from tests.fakes.seaweedfs import ACCESS_KEY, BUCKET, SECRET_KEY, S3Service, s3_service
+from tests.unit.store.source_contract import DATA as SOURCE_DATA
+from tests.unit.store.source_contract import KEY as SOURCE_KEY
+from tests.unit.store.source_contract import SourceContract
 from tests.unit.store.store_contract import StoreContract
 
 DATA = bytes(range(256)) * 64
@@ -143,3 +150,35 @@ def test_a_chain_of_checkpoints_over_s3(
     assert follower.catch_up(learner.head(), learner.clock.now_ms())
     assert same_bits(follower.state, learner.states[3])
     store.close()
+
+
+class TestSource(SourceContract):
+    """The contract of sources, presigned and with the store's own client."""
+
+    @pytest.fixture(params=["presigned", "client"])
+    def source(self, request: pytest.FixtureRequest, store: S3Store) -> Iterator[ChunkSource]:
+        store.put(SOURCE_DATA)
+        if request.param == "client":
+            yield StoreSource("s3", store)
+            return
+        source = source_of(store, "s3")
+        assert isinstance(source, HttpSource)
+        with closing(source):
+            yield source
+
+
+def test_an_expired_or_forged_request_is_refused_and_nobody_is_blamed(store: S3Store, tmp_path: Path) -> None:
+    store.put(SOURCE_DATA)
+
+    def forged(key: str) -> PresignedRequest:
+        request = store.presign_get(key, 60)
+        assert request is not None
+        return PresignedRequest("GET", request.url.replace("X-Amz-Signature=", "X-Amz-Signature=00"), {})
+
+    with closing(HttpSource("forged", forged)) as bad, closing(HttpSource.presigned("s3", store)) as good:
+        with pytest.raises(LocalFault) as caught:
+            bad.fetch(SOURCE_KEY, 0, 10, 30.0)
+        assert caught.value.code == "E_STORE"
+        pool = SourcePool([bad, good], ChunkCache(tmp_path))
+        assert pool.fetch(SOURCE_KEY, len(SOURCE_DATA)) == SOURCE_DATA
+        assert [score.dropped for score in pool.scores()] == [None, None]
