@@ -34,11 +34,14 @@ def assemble(places: Places, config: LearnerConfig, client: CoordinatorClient, m
             expected=f"layout {manifest.model.layout_sha256}", got=f"layout {layout.sha256}",
             hint="give the folder that the run was made with",
         )
+    journal = Journal(places.work)
+    journal.write_run(client.run_manifest())
+    journal.write_settings(config)
     torch.set_num_threads(config.process.threads)
     torch.manual_seed(config.seed)
     return Learner(
         client=client, store=open_store(places.store), identity=identity, manifest=manifest,
         trainer=Trainer.open(places.model, layout, state, config, manifest.sampling),
-        journal=Journal(places.work), points=ResumePoints(places.work), config=config, clock=clock,
+        journal=journal, points=ResumePoints(places.work), config=config, clock=clock,
         should_stop=should_stop,
     )

@@ -85,6 +85,44 @@ def explain_step_command(
     print("\n".join(explain_step(Journal(work), version)))
 
 
+@app.command("replay", epilog="Example: assay learner replay 12 --work learner --model model --store dir:store "
+                              "--root HEX")
+def replay_command(
+    version: Annotated[int, typer.Argument(min=0, help="Version to make again.")],
+    work: Annotated[Path, typer.Option(help="Work directory of the learner.", exists=True, file_okay=False)],
+    model: Annotated[Path, typer.Option(help="Hugging Face folder with the run's first weights.")],
+    store: Annotated[str, typer.Option(help="Object store with the run's bundles.")],
+    root: Annotated[str, typer.Option(help="Root public key of the run, hex.")],
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch; as many as the learner had.")] = 1,
+) -> None:
+    """Make a version again from the record and compare it, bit by bit, with what was published."""
+    from learner.checkpoint import ResumePoints
+    from learner.journal import Journal
+    from learner.places import root_key
+    from protocol.messages import RunManifest
+    from protocol.store import open_store
+
+    journal = Journal(work)
+    manifest = RunManifest.open(journal.run(), root_key(root))
+    import torch
+
+    from learner.replay import E_LEARNER_REPLAY, Replay, first_trainer
+    from protocol.errors import LocalFault
+
+    torch.set_num_threads(threads)
+    replay = Replay(journal, ResumePoints(work), open_store(store), manifest, first_trainer(model, manifest))
+    for step in replay.versions(version):
+        print(f"version {step.version}: published {step.published_root}, made again {step.root}"
+              + (f" (step skipped: {step.skipped})" if step.skipped else ""))
+        if not step.agrees:
+            raise LocalFault(
+                E_LEARNER_REPLAY, f"version {step.version} is not what its record makes", expected=step.published_root,
+                got=step.root,
+                hint="if threads, processor family and torch are the learner's, the record was changed",
+            )
+    print(f"version {version} follows from its record")
+
+
 @app.command("init-model", epilog="Example: assay learner init-model --preset tiny --out model")
 def init_model_command(
     preset: Annotated[ModelPreset, typer.Option(help="Which model to make.")],

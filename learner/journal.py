@@ -2,6 +2,8 @@
 
 ::
 
+    run.json                           the run manifest, as its root key signed it
+    settings/DIGEST.json               the learner's settings, by the digest that plans name
     batches/00000012/plan.json         write-ahead: the plan, and the admitted groups as the coordinator gave them
     batches/00000012/publication.json  what the step made, before anybody is told
     batches/00000012/told              empty: everybody was told
@@ -14,6 +16,7 @@ version again, byte by byte.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from dataclasses import dataclass, field
@@ -22,10 +25,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from learner.config import LearnerConfig
 from learner.disk import E_WORK_DIR, append_line, disk_faults, write_file
 from learner.metrics import Metrics
 from protocol.api import AdmittedGroup, WireEnvelope
-from protocol.errors import LocalFault
+from protocol.envelope import Envelope
+from protocol.errors import E_NOT_FOUND, LocalFault
 from protocol.messages import BatchPlan, UpdateReceipt
 
 _R = TypeVar("_R", bound=BaseModel)
@@ -60,6 +65,52 @@ class Journal:
         with disk_faults(f"open {self.work}"):
             (self.work / "batches").mkdir(parents=True, exist_ok=True)
         self._quarantined = {line["group"] for line in _lines(self.work / "quarantine.jsonl") if "group" in line}
+
+    # -- the run -----------------------------------------------------------------------------------------
+
+    def write_run(self, manifest: Envelope) -> None:
+        """Keep the signed run manifest, so that the record can be read without the coordinator."""
+        write_file(self.work / "run.json", json.dumps(manifest.to_dict()).encode())
+
+    def run(self) -> Envelope:
+        """The run manifest that was kept; whoever uses it checks the signature.
+
+        Raises:
+            LocalFault: ``E_NOT_FOUND``.
+            PeerFault: it is not an envelope.
+        """
+        path = self.work / "run.json"
+        try:
+            return Envelope.from_dict(json.loads(path.read_bytes()))
+        except (OSError, ValueError) as error:
+            raise LocalFault(
+                E_NOT_FOUND, f"{path} cannot be read", got=str(error), hint="is this a learner's work directory?"
+            ) from None
+
+    def write_settings(self, config: LearnerConfig) -> None:
+        """Keep the settings under the digest that plans name."""
+        path = self.work / "settings" / f"{config.learning_sha256()}.json"
+        if not path.exists():
+            write_file(path, config.model_dump_json(indent=2).encode())
+
+    def settings(self, config_sha256: str) -> LearnerConfig:
+        """The settings with this digest.
+
+        Raises:
+            LocalFault: ``E_NOT_FOUND``; ``E_WORK_DIR`` when they are damaged.
+        """
+        path = self.work / "settings" / f"{config_sha256}.json"
+        if not path.is_file():
+            raise LocalFault(E_NOT_FOUND, "the settings of a step are not in the journal", expected=path, got="no file")
+        with disk_faults(f"read {path}"):
+            data = path.read_bytes()
+        try:
+            config = LearnerConfig.model_validate_json(data)
+        except ValidationError as error:
+            raise LocalFault(E_WORK_DIR, f"{path} is damaged", got=str(error.errors(include_url=False)[0])) from None
+        if config.learning_sha256() != config_sha256:
+            raise LocalFault(E_WORK_DIR, f"{path} is damaged", expected=config_sha256, got=config.learning_sha256())
+        return config
 
     # -- one step ----------------------------------------------------------------------------------------
 
@@ -141,6 +192,11 @@ class Journal:
             return cls.model_validate_json(data)
         except ValidationError as error:
             raise LocalFault(E_WORK_DIR, f"{path} is damaged", got=str(error.errors(include_url=False)[0])) from None
+
+
+def plan_sha256(plan: BatchPlan) -> str:
+    """Hex SHA-256 of a plan's payload: what update receipts and resume points name it by."""
+    return hashlib.sha256(plan.to_payload()).hexdigest()
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -32,13 +32,22 @@ def open_run(client: CoordinatorClient, root: str, now_ms: int) -> RunManifest:
         PeerFault: what is wrong with the manifest.
         Transient: the coordinator cannot be reached.
     """
+    return RunManifest.open(client.run_manifest(), root_key(root), now_ms=now_ms)
+
+
+def root_key(text: str) -> bytes:
+    """The run's root public key from its hex digits.
+
+    Raises:
+        LocalFault: ``E_CONFIG``.
+    """
     try:
-        key = bytes.fromhex(root)
+        key = bytes.fromhex(text)
     except ValueError:
         key = b""
     if len(key) != 32:
-        raise LocalFault(E_CONFIG, "--root is not a public key", expected="64 hex digits", got=root[:80])
-    return RunManifest.open(client.run_manifest(), key, now_ms=now_ms)
+        raise LocalFault(E_CONFIG, "--root is not a public key", expected="64 hex digits", got=text[:80])
+    return key
 
 
 def learner_key(client: CoordinatorClient, manifest: RunManifest) -> Identity:

@@ -7,7 +7,6 @@ the journal (checking that the roots agree), tells what was not told, and goes o
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ from typing import Literal, Protocol, TypeVar
 
 from learner.admission import Admission
 from learner.batch import Batch, make_batch
-from learner.checkpoint import ResumePoint, ResumePoints
+from learner.checkpoint import Cursor, ResumePoints
 from learner.config import LearnerConfig
-from learner.journal import Journal, PlannedStep, Publication
+from learner.journal import Journal, PlannedStep, Publication, plan_sha256
 from learner.metrics import Metrics, as_micro, finite, warnings_of
 from learner.publisher import Announcements, Publisher
 from learner.trainer import StepAbandoned, StepResult, Trainer
@@ -82,7 +81,7 @@ class Learner:
         self.journal, self.points, self.config, self.clock = journal, points, config, clock
         self.should_stop = should_stop
         self.publisher = publisher or Publisher(
-            client, store, identity, manifest, trainer.masters.layout, config.publish, clock
+            client, store, identity, manifest, trainer.layout, config.publish, clock
         )
         self._beacons: dict[int, str] = {}
         self._room = WaitingRoom(store, Admission(manifest, self._beacons), journal)
@@ -159,8 +158,9 @@ class Learner:
         point = self.points.newest(at_most=newest)
         version = 0
         if point is not None:
-            self.trainer.load_state_dict(point.state)
-            version = self._saved = self._trained = point.version
+            self._check_cursor(point.cursor)
+            self.trainer.load(point.folder)
+            version = self._saved = self._trained = point.cursor.version
         self._check_root(version)
         for step in range(version + 1, newest + 1):
             logger.info("making a version again from the journal", extra={"version": step})
@@ -188,9 +188,23 @@ class Learner:
             )
         return planned
 
+    def _check_cursor(self, cursor: Cursor) -> None:
+        """A resume point and the journal must tell of the same step."""
+        expected = self._cursor(cursor.version)
+        if cursor != expected:
+            raise LocalFault(
+                E_RESUME, f"the resume point of version {cursor.version} is not of this journal", expected=expected,
+                got=cursor, hint="restore checkpoints/ and batches/ from the same backup, or remove checkpoints/",
+            )
+
+    def _cursor(self, version: int) -> Cursor:
+        manifest = CheckpointManifest.from_payload(self._publication(version).manifest.payload)
+        plan = self.journal.plan(version) if version else None
+        return Cursor(version, manifest.state_root, None if plan is None else plan_sha256(plan.plan))
+
     def _check_root(self, version: int) -> None:
         expected = CheckpointManifest.from_payload(self._publication(version).manifest.payload).state_root
-        got = state_root(self.trainer.masters.layout, self.trainer.published_state())
+        got = state_root(self.trainer.layout, self.trainer.published_state())
         if got != expected:
             raise LocalFault(
                 E_RESUME, f"the weights are not those published as version {version}", expected=expected, got=got,
@@ -322,7 +336,7 @@ class Learner:
             run_id=plan.run_id,
             version=plan.version,
             parent_version=plan.parent_version,
-            batch_sha256=hashlib.sha256(plan.to_payload()).hexdigest(),
+            batch_sha256=plan_sha256(plan),
             manifest_sha256=made.envelope.digest,
             config_sha256=plan.config_sha256,
             metrics_micro=as_micro(metrics),
@@ -359,8 +373,7 @@ class Learner:
             return
         if self.version - self._saved < (1 if force else process.checkpoint_every_versions):
             return
-        point = ResumePoint(self.version, self._newest.manifest.state_root, self.trainer.state_dict())
-        self.points.save(point, process.keep_checkpoints)
+        self.points.save(self._cursor(self.version), self.trainer.save, process.keep_checkpoints)
         self._saved = self.version
 
 

@@ -24,6 +24,7 @@ from learner.losses import token_rule
 from learner.masters import Masters
 from learner.metrics import Metrics, batch_metrics, token_metrics
 from learner.packing import Microbatch, microbatches
+from learner.parts import read_part, write_part
 from protocol.errors import LocalFault, code
 from protocol.messages import SamplingRules
 from protocol.reference.loader import load_config_model
@@ -71,6 +72,11 @@ class Trainer:
         """A trainer for the architecture that ``model_dir`` describes, starting from ``state``."""
         return cls(load_config_model(model_dir, torch.float32), layout, state, config, rules)
 
+    @property
+    def layout(self) -> Layout:
+        """Names, types and shapes of what is published."""
+        return self.masters.layout
+
     def published_state(self) -> State:
         """Bit patterns of the current weights, as a checkpoint carries them."""
         return self.masters.state()
@@ -96,6 +102,22 @@ class Trainer:
         metrics |= token_metrics(stats, lag_N)
         metrics |= {"grad_norm": norm, "lr": self._rate(), "skipped": skipped}
         return StepResult(metrics, skipped)
+
+    def save(self, folder: Path) -> None:
+        """Write everything a later step depends on into ``folder``.
+
+        Raises:
+            LocalFault: ``E_WORK_DIR``.
+        """
+        write_part(folder, 0, 1, self.state_dict())
+
+    def load(self, folder: Path) -> None:
+        """Go back to what ``save`` wrote.
+
+        Raises:
+            LocalFault: ``E_WORK_DIR``.
+        """
+        self.load_state_dict(read_part(folder, 0, 1))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a later step depends on: masters, optimiser, counters, generator."""

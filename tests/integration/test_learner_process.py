@@ -15,12 +15,16 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from learner.checkpoint import ResumePoints
 from learner.cli import app
 from learner.config import LearnerConfig
 from learner.journal import Journal
+from learner.parts import read_part
 from learner.places import read_model
+from learner.replay import E_LEARNER_REPLAY
 from learner.trainer import Trainer
 from protocol.api import AdmittedReply
 from protocol.envelope import Envelope
@@ -159,15 +163,14 @@ def strike_at(server: Server, folder: Path, call: str, version: int) -> int:
     return process.returncode
 
 
-def replayed_roots(server: Server, work: Path) -> list[str]:
-    """Roots of all versions, made again in this process from the first weights and the recorded batches."""
+def straight_run(server: Server, work: Path) -> tuple[list[str], Trainer]:
+    """Roots of all versions, made in this process in one go from the first weights and the recorded batches."""
     layout, state = read_model(server.model)
     config = LearnerConfig.model_validate({"optim": {"lr": 0.01}})
-    rules = server.manifest.sampling
-    trainer = Trainer.open(server.model, layout, state, config, rules)
+    trainer = Trainer.open(server.model, layout, state, config, server.manifest.sampling)
     journal = Journal(work)
     learner = make_learner(
-        work.with_name("replay"), server.model, server.store, server.client, manifest=server.manifest
+        work.with_name("straight"), server.model, server.store, server.client, manifest=server.manifest
     )
     roots = [state_root(layout, state)]
     for version in range(1, VERSIONS + 1):
@@ -175,7 +178,20 @@ def replayed_roots(server: Server, work: Path) -> list[str]:
         assert planned is not None
         trainer.train_step(learner.batch_of(planned))
         roots.append(state_root(layout, trainer.published_state()))
-    return roots
+    return roots, trainer
+
+
+def assert_same_bits(got: Any, expected: Any, where: str = "state") -> None:
+    """Equality down to the last bit, through nested dicts."""
+    if isinstance(expected, dict):
+        assert got.keys() == expected.keys(), where
+        for key in expected:
+            assert_same_bits(got[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, torch.Tensor):
+        assert got.dtype == expected.dtype, where
+        assert got.numpy().tobytes() == expected.numpy().tobytes(), where
+    else:
+        assert got == expected, where
 
 
 def test_killed_and_stopped_learners_lose_nothing(server: Server, tmp_path: Path):
@@ -200,9 +216,36 @@ def test_killed_and_stopped_learners_lose_nothing(server: Server, tmp_path: Path
     roots = server.client.roots()
     assert len(set(roots)) == VERSIONS + 1
     assert sorted(server.client.receipts) == list(range(1, VERSIONS + 1))
-    assert roots == replayed_roots(server, tmp_path / "work")
+    expected, trainer = straight_run(server, tmp_path / "work")
+    assert roots == expected
+    point = ResumePoints(tmp_path / "work").newest(at_most=VERSIONS)
+    assert point is not None
+    assert point.cursor.version == VERSIONS
+    state, straight = read_part(point.folder, 0, 1), trainer.state_dict()
+    del state["rng"], straight["rng"]  # of different processes, and used for nothing
+    assert_same_bits(state, straight)
     lines = [json.loads(line)["version"] for line in (tmp_path / "work" / "metrics.jsonl").read_text().splitlines()]
     assert lines == list(range(1, VERSIONS + 1))
+    assert_replays(server, tmp_path)
+
+
+def assert_replays(server: Server, folder: Path) -> None:
+    """Every version follows from the record, and a changed record is noticed."""
+    call = [
+        "--work", str(folder / "work"), "--store", f"dir:{server.store.path}", "--model", str(server.model),
+        "--root", ROOT_KEY.public_key.hex(),
+    ]
+    for version in range(VERSIONS + 1):
+        result = CliRunner().invoke(app, ["replay", str(version), *call], catch_exceptions=False)
+        assert result.exit_code == 0
+        assert f"version {version} follows from its record" in result.output
+    plan = folder / "work" / "batches" / f"{VERSIONS:08d}" / "plan.json"
+    record = json.loads(plan.read_text())
+    record["groups"][0]["samples"][0]["reward_micro"] += 50_000
+    plan.write_text(json.dumps(record))
+    result = CliRunner().invoke(app, ["replay", str(VERSIONS), *call])
+    assert isinstance(result.exception, AssayError)
+    assert result.exception.code == E_LEARNER_REPLAY
 
 
 def test_bad_calls_end_with_their_codes(server: Server, tmp_path: Path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from learner.checkpoint import Cursor
 from learner.config import LearnerConfig
 from learner.run import E_RESUME
 from protocol.api import E_BATCH
@@ -135,10 +136,40 @@ def test_a_damaged_resume_point_falls_back_to_an_older_one(model_dir, stock, und
     store, pool = stock
     client = FakeCoordinator(groups=pool.groups)
     make_learner(tmp_path, model_dir, store, client).run(2)
-    state = tmp_path / "checkpoints" / "00000002" / "state.pt"
+    state = tmp_path / "checkpoints" / "00000002" / "part-0-of-1.pt"
     state.write_bytes(state.read_bytes()[:-100])
     make_learner(tmp_path, model_dir, store, client).run(STEPS)
     assert client.roots() == undisturbed
+
+
+def test_a_resume_point_of_another_ledger_is_refused(model_dir, stock, tmp_path):
+    store, pool = stock
+    client = FakeCoordinator(groups=pool.groups)
+    make_learner(tmp_path, model_dir, store, client).run(1)
+    path = tmp_path / "checkpoints" / "00000001" / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"plan_sha256": "00" * 32}))
+    with pytest.raises(LocalFault, match="not of this journal") as caught:
+        make_learner(tmp_path, model_dir, store, client).run(STEPS)
+    assert caught.value.code == E_RESUME
+
+
+def test_latest_names_only_what_read_back_whole(model_dir, stock, tmp_path):
+    store, pool = stock
+    learner = make_learner(tmp_path, model_dir, store, FakeCoordinator(groups=pool.groups))
+    learner.run(1)
+    latest = tmp_path / "checkpoints" / "LATEST"
+    assert latest.read_text() == "00000001"
+
+    def torn(folder: Path) -> None:
+        learner.trainer.save(folder)
+        (folder / "part-0-of-1.pt").rename(folder / "part-1-of-2.pt")
+
+    with pytest.raises(LocalFault, match="whole state"):
+        learner.points.save(Cursor(2, "00" * 32, None), torn, keep=2)
+    assert latest.read_text() == "00000001"
+    newest = learner.points.newest(at_most=9)
+    assert newest is not None
+    assert newest.cursor.version == 1
 
 
 def test_a_stop_in_the_middle_of_a_step_is_taken_up_again(model_dir, stock, undisturbed, tmp_path):
