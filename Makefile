@@ -19,9 +19,10 @@ SEED ?= 0
 DIR ?= .demo/$(MODEL)-$(shell date +%Y%m%d-%H%M%S)
 UP_FLAGS := --preset $(MODEL) --seed $(SEED) $(if $(TASK),--task $(TASK)) $(if $(DATA),--data "$(abspath $(DATA))")
 PYTEST_FLAGS ?=
+BENCH_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check format lock clean
+.PHONY: help setup demo test test-slow fuzz crash bench check format lock clean
 
 help: ## This list.
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,7 +37,16 @@ test: $(STAMP) ## All tests that end within minutes; starts what they need.
 	$(BIN)/python -m pytest -m "e2e and not slow" $(PYTEST_FLAGS)
 
 test-slow: $(STAMP) ## The long tests too.
-	$(BIN)/python -m pytest -m "slow" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "slow and not fuzz and not crash" $(PYTEST_FLAGS)
+
+fuzz: $(STAMP) ## Bytes nobody foresaw against every decoder, at length.
+	$(BIN)/python -m pytest -m "fuzz" $(PYTEST_FLAGS)
+
+crash: $(STAMP) ## Processes killed at random points, at length.
+	$(BIN)/python -m pytest -m "crash" $(PYTEST_FLAGS)
+
+bench: $(STAMP) ## Measure every claim and write docs/benchmarks.md: BENCH_FLAGS="--quick --only NAME"
+	$(BIN)/python benchmarks/report.py $(BENCH_FLAGS)
 
 check: $(STAMP) ## Lint, types, generated pages, then all tests.
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from protocol.errors import E_CONFIG, E_USAGE, AssayError
+from protocol.errors import AssayError, exit_status, explain
 
 __version__ = "0.1.0"
 
@@ -87,20 +87,6 @@ def front(
     """Assay: a decentralised, verifiable reinforcement-learning network for language models."""
 
 
-def exit_code(error: AssayError) -> int:
-    """The exit status that tells a caller whose move it is: 2 when the call or its configuration is wrong, else 1."""
-    return 2 if error.code in {E_USAGE, E_CONFIG} else 1
-
-
-def explain(error: AssayError) -> str:
-    """An error for a human: what, expected, got, what to do."""
-    lines = [f"error {error.code}: {error.message}"]
-    for label, value in (("expected", error.expected), ("got", error.got), ("hint", error.hint)):
-        if value is not None:
-            lines.append(f"  {label + ':':<9} {value}")
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -111,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if debug:
             raise
         print(explain(error), file=sys.stderr)
-        sys.exit(exit_code(error))
+        sys.exit(exit_status(error))
     except OSError as error:
         # A path or an address of the caller's that no part foresaw; the operating system's words name it.
         if debug or error.filename is None:

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from protocol.errors import E_CONFIG, LocalFault
+
 app = typer.Typer(
     help="Operate a run: create it, serve it, invite and ban nodes.", no_args_is_help=True, rich_markup_mode=None,
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
@@ -81,6 +83,12 @@ def serve(
     from protocol.logs import setup_logging
 
     directory = directory.resolve()
+    if not (directory / "keys" / "coordinator.key").exists():
+        raise LocalFault(
+            E_CONFIG, f"{directory} holds no run", expected="a folder made by assay coordinator init",
+            got="a folder without keys/coordinator.key" if directory.exists() else "no such folder",
+            hint=f"assay coordinator init {directory} --model DIR",
+        )
     file = directory / "coordinator.toml"
     overrides = {"directory": directory, "host": host, "port": port}
     config, _ = load_config(CoordinatorConfig, file if file.exists() else None, "ASSAY_COORDINATOR_", overrides)

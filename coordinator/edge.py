@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Final
 
 import anyio
@@ -30,6 +31,7 @@ from protocol.errors import (
     PeerFault,
     Transient,
 )
+from protocol.validation import expectation
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +66,10 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     return b"".join(parts)
 
 
-def problem_response(error: AssayError) -> JSONResponse:
+def problem_response(error: AssayError, extra_headers: Mapping[str, str] | None = None) -> JSONResponse:
     """An error as ``application/problem+json``."""
     problem = problem_of(error)
-    headers = {}
+    headers = dict(extra_headers or {})
     if problem["status"] in (429, 503):
         headers["Retry-After"] = str(max(1, round(getattr(error, "retry_after_s", 0.0))))
     if problem["status"] == 401:
@@ -89,7 +91,7 @@ def install_problem_handlers(app: FastAPI) -> None:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         return problem_response(
-            PeerFault(E_SCHEMA, f"{where} does not fit", expected=first["msg"], got=str(first.get("input"))[:80])
+            PeerFault(E_SCHEMA, f"{where} does not fit", expected=expectation(first), got=str(first.get("input"))[:80])
         )
 
     @app.exception_handler(HTTPException)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from coordinator.presets import Preset
 from protocol.config import parse_assignment
 from protocol.errors import E_CONFIG, LocalFault
+from protocol.validation import expectation
 
 
 def with_settings(preset: Preset, assignments: Sequence[str]) -> Preset:
@@ -35,7 +36,7 @@ def with_settings(preset: Preset, assignments: Sequence[str]) -> Preset:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise LocalFault(
-            E_CONFIG, f"setting {where} does not fit", expected=first["msg"], got=repr(first["input"])[:120]
+            E_CONFIG, f"setting {where} does not fit", expected=expectation(first), got=repr(first["input"])[:120]
         ) from None
 
 

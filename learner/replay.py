@@ -59,7 +59,7 @@ class Replay:
         """The versions from the newest resume point before ``version`` (else the first weights) up to ``version``.
 
         Raises:
-            LocalFault: ``E_NOT_FOUND`` when the record lacks something; ``E_LEARNER_REPLAY`` when it contradicts itself.
+            LocalFault: ``E_NOT_FOUND`` when the record lacks a part; ``E_LEARNER_REPLAY`` when it contradicts itself.
             PeerFault: a bundle is not what was admitted.
         """
         self._publication(version)

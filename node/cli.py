@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from protocol.errors import E_CONFIG, E_USAGE, AssayError
+from protocol.errors import AssayError, exit_status, explain
 
 if TYPE_CHECKING:
     from node.daemon import Daemon
@@ -199,6 +199,7 @@ def _run(settings: Any, log: Path | None) -> int:
     signal.signal(signal.SIGTERM, _end_early)
     setup_logging(None if log == Path("-") else log or home.log, settings.log_level)
     with home.locked(), connect(home, settings, clock) as client:
+        home.write_status({"state": "starting", "pid": os.getpid(), "updated_at_ms": clock.now_ms()})
         daemon = assemble(home, settings, client, clock)
         _handle_signals(daemon)
         print(f"node {client.identity.id[:16] if client.identity else ''} on cpu, {settings.threads} thread(s), "
@@ -297,9 +298,6 @@ def _exit(act: Callable[[], int]) -> None:
     try:
         status = act()
     except AssayError as error:
-        print(f"error {error.code}: {error.message}", file=sys.stderr)
-        for label, value in (("expected", error.expected), ("got", error.got), ("hint", error.hint)):
-            if value is not None:
-                print(f"  {label + ':':<9} {value}", file=sys.stderr)
-        status = REFUSED if error.code in _UNWANTED else 2 if error.code in {E_USAGE, E_CONFIG} else 1
+        print(explain(error), file=sys.stderr)
+        status = REFUSED if error.code in _UNWANTED else exit_status(error)
     raise typer.Exit(status)

@@ -240,7 +240,7 @@ class Daemon:
             return
         try:
             self._parts.weights.save()
-            self._reporter.write()
+            self._reporter.conclude()
         except LocalFault as error:
             _LOG.warning("%s", error, extra={"code": error.code})
 

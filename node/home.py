@@ -17,7 +17,8 @@ from protocol.errors import LocalFault, code
 from protocol.identity import Identity
 from protocol.messages import Hex16, Hex32, Name, RunManifest
 
-E_HOME = code("E_HOME", "a node's home folder is missing, incomplete, in use or cannot be written")
+E_HOME = code("E_HOME", "a node's home folder is damaged, in use, of another run or cannot be written")
+E_NO_HOME = code("E_NO_HOME", "a folder is not the home of a node: nobody joined a run there", usage=True)
 
 
 class Pin(Config):
@@ -51,7 +52,7 @@ class Home:
         """The node's key.
 
         Raises:
-            LocalFault: ``E_KEY_FILE``, ``E_HOME``.
+            LocalFault: ``E_KEY_FILE``, ``E_NO_HOME``, ``E_HOME``.
         """
         self._require_join()
         return Identity.load(self.key)
@@ -60,7 +61,7 @@ class Home:
         """The run and the root key the node is pinned to.
 
         Raises:
-            LocalFault: ``E_HOME``.
+            LocalFault: ``E_NO_HOME``, ``E_HOME``.
         """
         self._require_join()
         try:
@@ -135,7 +136,7 @@ class Home:
         """Hold the home for one daemon.
 
         Raises:
-            LocalFault: ``E_HOME`` when it is not joined, or another process holds it.
+            LocalFault: ``E_NO_HOME`` when it is not joined, ``E_HOME`` when another process holds it.
         """
         self._require_join()
         with (self.path / "lock").open("w") as file:
@@ -173,7 +174,9 @@ class Home:
     def _require_join(self) -> None:
         if not self.joined:
             raise LocalFault(
-                E_HOME, f"{self.path} is not the home of a node", hint=f"assay node join LINK --home {self.path}"
+                E_NO_HOME, f"{self.path} is not the home of a node", expected="a folder made by assay node join",
+                got="no such folder" if not self.path.exists() else "a folder without node.json",
+                hint=f"assay node join LINK --home {self.path}",
             )
         if not self.key.exists():
             raise LocalFault(

@@ -10,6 +10,7 @@ from node.health import Health, Outcome
 from node.home import Home
 from node.worker import Worker
 from protocol.clock import Clock
+from protocol.errors import AssayError
 
 _RATE_WINDOW: Final = 15  #: reports over which tokens/s is measured
 
@@ -41,15 +42,31 @@ class Reporter(Worker):
         """One report."""
         self.write()
         if self._clock.monotonic() - self._asked_at >= self._contact_s:
-            self._asked_at = self._clock.monotonic()
-            record = self._registry.node(self._node_id)
-            self.health.contact()
-            self.health.know(record)
+            record = self._ask()
             if record.get("state") == "banned":
                 self.health.end(
                     Outcome.REFUSED, f"banned: {record.get('ban_code')}: {record.get('ban_reason')}"
                 )
         return self._report_s
+
+    def conclude(self) -> None:
+        """The last report: what became of our work is asked once more, so that the counts it leaves are the final ones.
+
+        Raises:
+            LocalFault: it cannot be written.
+        """
+        try:
+            self._ask()
+        except AssayError as error:
+            self.health.fault("end", error)
+        self.write()
+
+    def _ask(self) -> dict[str, Any]:
+        self._asked_at = self._clock.monotonic()
+        record = self._registry.node(self._node_id)
+        self.health.contact()
+        self.health.know(record)
+        return record
 
     def write(self) -> None:
         """Write status.json now.

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, Wit
 from protocol.envelope import Envelope
 from protocol.errors import CODES, E_RATE_LIMITED, AssayError, LocalFault, PeerFault, Transient, code
 
-E_JOIN_LINK = code("E_JOIN_LINK", "a join link is malformed")
+E_JOIN_LINK = code("E_JOIN_LINK", "a join link is malformed", usage=True)
 E_JOIN_TOKEN = code("E_JOIN_TOKEN", "a join token is missing, unknown, used up, expired or revoked")
 E_NODE_UNKNOWN = code("E_NODE_UNKNOWN", "the node is not registered with this run")
 E_NODE_BANNED = code("E_NODE_BANNED", "the node is banned from this run")
@@ -34,6 +34,7 @@ E_UPLOAD_URL = code("E_UPLOAD_URL", "an upload address is forged, expired or use
 E_VERDICT = code("E_VERDICT", "a verdict contradicts itself or its receipt")
 E_CHECKPOINT_CHAIN = code("E_CHECKPOINT_CHAIN", "a checkpoint does not follow the newest published one")
 E_BATCH = code("E_BATCH", "a batch names groups or receipts that are not admitted or are used already")
+E_RANGE = code("E_RANGE", "a range of bytes lies outside the object")
 E_ADMIN_TOKEN = code("E_ADMIN_TOKEN", "the admin token is missing or wrong")
 E_REMOTE = code("E_REMOTE", "the other side reported an error this release does not know")
 
@@ -43,6 +44,7 @@ STATUS: Final[dict[str, int]] = {
     E_JOIN_TOKEN: 403, "E_WRONG_KEY": 403, "E_SIGNATURE": 403, E_NODE_UNKNOWN: 403, E_NODE_BANNED: 403,
     E_UPLOAD_URL: 403, E_LEASE_UNKNOWN: 404, E_LEASE_EXPIRED: 410, E_LEASE_CLOSED: 410, E_SECOND_COMMITMENT: 409,
     E_CHECKPOINT_CHAIN: 409, E_BATCH: 409, "E_WRONG_RUN": 409,
+    E_RANGE: 416,
 }
 _FAULTS: Final[dict[str, type[AssayError]]] = {"peer": PeerFault, "local": LocalFault, "transient": Transient}
 

@@ -59,6 +59,7 @@ from protocol.messages import (
     Verdict,
 )
 from protocol.swarm.announce import PeerAnnounce
+from protocol.validation import expectation
 
 #: Largest JSON answer read, in bytes.
 MAX_REPLY_BYTES: Final = 64 * 2**20
@@ -350,7 +351,7 @@ def _parse(cls: type[_M], value: Any) -> _M:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise PeerFault(
-            E_SCHEMA, f"the coordinator's {cls.__name__} does not fit", expected=first["msg"],
+            E_SCHEMA, f"the coordinator's {cls.__name__} does not fit", expected=expectation(first),
             got=".".join(str(part) for part in first["loc"]),
         ) from None
 

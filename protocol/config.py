@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from protocol.errors import E_CONFIG, LocalFault
+from protocol.validation import expectation
 
 Provenance = dict[str, str]  #: dotted field name -> "default", "file PATH", "environment NAME" or "flag"
 
@@ -139,6 +140,6 @@ def _fault(error: ValidationError, provenance: Provenance) -> LocalFault:
     source = _origin(name, provenance)
     got = "nothing" if first["type"] == "missing" else repr(first["input"])[:120]
     return LocalFault(
-        E_CONFIG, f"{name} ({source}) does not fit", expected=first["msg"], got=got,
+        E_CONFIG, f"{name} ({source}) does not fit", expected=expectation(first), got=got,
         hint=f"and {error.error_count() - 1} more" if error.error_count() > 1 else None,
     )

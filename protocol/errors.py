@@ -19,14 +19,20 @@ from typing import Any, Final
 CODES: Final[dict[str, str]] = {}
 
 
-def code(name: str, meaning: str) -> str:
-    """Register a stable error code and return it.
+#: Codes of calls that were wrong from the start: the caller has to change something before trying again.
+USAGE_CODES: Final[set[str]] = set()
+
+
+def code(name: str, meaning: str, *, usage: bool = False) -> str:
+    """Register a stable error code and return it. ``usage``: a command that ends with it was called wrongly.
 
     Raises:
         ValueError: the code exists already with another meaning.
     """
     if CODES.setdefault(name, meaning) != meaning:
         raise ValueError(f"error code {name} is registered twice")
+    if usage:
+        USAGE_CODES.add(name)
     return name
 
 
@@ -66,6 +72,20 @@ class AssayError(Exception):
         }
 
 
+def exit_status(error: AssayError) -> int:
+    """The exit status that tells a caller whose move it is: 2 when the call or its configuration is wrong, else 1."""
+    return 2 if error.code in USAGE_CODES else 1
+
+
+def explain(error: AssayError) -> str:
+    """An error for a human: what, expected, got, what to do."""
+    lines = [f"error {error.code}: {error.message}"]
+    for label, value in (("expected", error.expected), ("got", error.got), ("hint", error.hint)):
+        if value is not None:
+            lines.append(f"  {label + ':':<9} {value}")
+    return "\n".join(lines)
+
+
 class PeerFault(AssayError):
     """Data from a peer breaks a rule. Counts against the peer."""
 
@@ -96,8 +116,8 @@ E_WRONG_KEY = code("E_WRONG_KEY", "a message is signed by a key that does not ho
 E_WRONG_RUN = code("E_WRONG_RUN", "a message belongs to another run")
 E_EXPIRED = code("E_EXPIRED", "a signed message is past its expiry")
 E_KEY_FILE = code("E_KEY_FILE", "a key file is missing, unreadable, malformed or open to other users")
-E_CONFIG = code("E_CONFIG", "a configuration value is missing, unknown or out of range")
-E_USAGE = code("E_USAGE", "a command was called with bad arguments")
+E_CONFIG = code("E_CONFIG", "a configuration value is missing, unknown or out of range", usage=True)
+E_USAGE = code("E_USAGE", "a command was called with bad arguments", usage=True)
 # -- carriers ------------------------------------------------------------------------------------------
 E_NOT_FOUND = code("E_NOT_FOUND", "the named thing does not exist")
 E_OBJECT_HASH = code("E_OBJECT_HASH", "bytes from a store do not match the hash they were asked for by")

@@ -15,6 +15,7 @@ from protocol import canonical
 from protocol.envelope import Envelope
 from protocol.errors import E_EXPIRED, E_SCHEMA, E_WRONG_RUN, PeerFault
 from protocol.identity import Identity, key_id
+from protocol.validation import expectation
 
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  #: 32 bytes: a SHA-256, a public key, a key id, a beacon
 Hex16 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  #: 16 bytes: a run, lease or receipt id
@@ -38,7 +39,7 @@ def parse(cls: type[_T], value: Any) -> _T:
     except (ValidationError, ValueError) as error:
         if isinstance(error, ValidationError):
             first = error.errors(include_url=False)[0]
-            where, why = ".".join(str(part) for part in first["loc"]) or "(whole)", first["msg"]
+            where, why = ".".join(str(part) for part in first["loc"]) or "(whole)", expectation(first)
             raise PeerFault(
                 E_SCHEMA, f"{cls.__name__}.{where} does not fit", expected=why, got=str(first["input"])[:120]
             ) from None

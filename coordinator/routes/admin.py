@@ -12,6 +12,7 @@ from coordinator.edge import read_body
 from coordinator.routes.common import MAX_ADMIN_BYTES, Desk
 from protocol.api import Ack
 from protocol.errors import E_SCHEMA, PeerFault
+from protocol.validation import expectation
 
 Reason = Annotated[str, Field(min_length=3, max_length=400)]
 NodeId = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -73,7 +74,7 @@ def _parsed(cls: type[_B], body: bytes) -> _B:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the body"
         got = str(first["input"])[:80]
-        raise PeerFault(E_SCHEMA, f"{where} does not fit", expected=first["msg"], got=got) from None
+        raise PeerFault(E_SCHEMA, f"{where} does not fit", expected=expectation(first), got=got) from None
 
 
 def _takes(cls: type[BaseModel]) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from typing import Final
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
+from coordinator.edge import problem_response
 from coordinator.routes.common import Desk
+from protocol.api import E_RANGE
 from protocol.errors import E_USAGE, PeerFault
 
 router = APIRouter(prefix="/v1", tags=["objects"])
@@ -32,7 +34,10 @@ def get_object(request: Request, desk: Desk, sha256: str) -> Response:
         return Response(data, media_type=media_type, headers=headers)
     span = byte_range(wanted, len(data))
     if span is None:
-        return Response(b"", status_code=416, headers={"Content-Range": f"bytes */{len(data)}"})
+        fault = PeerFault(
+            E_RANGE, "the range lies outside the object", expected=f"within {len(data)} bytes", got=wanted[:80]
+        )
+        return problem_response(fault, {"Content-Range": f"bytes */{len(data)}"})
     first, last = span
     headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
     return Response(data[first : last + 1], status_code=206, media_type=media_type, headers=headers)

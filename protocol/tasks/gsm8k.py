@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Final
 
 from protocol.errors import LocalFault
@@ -34,21 +35,38 @@ _OPENING: Final[tuple[ChatTurn, ...]] = (
 )
 
 
+@dataclass(frozen=True)
+class Row:
+    """One question of the data set."""
+
+    question: str
+    answer: str  #: the final number
+    steps: int  #: calculations in the solution, as annotated by the data's authors: ``<<3*12=36>>``; 0: none is
+
+
 class Gsm8kTask:
-    """Questions drawn uniformly from the data. Parameter: ``max_question_chars`` (longer questions are left out)."""
+    """Questions drawn uniformly from the data.
+
+    Parameters: ``max_question_chars`` (longer questions are left out), ``max_steps`` (so are questions whose solution
+    takes more calculations, or does not say how many; 0: any question).
+    """
 
     def __init__(self, environment: Environment, run_id: str, data: bytes) -> None:
-        refuse_unknown_params(environment, ("max_question_chars",))
+        refuse_unknown_params(environment, ("max_question_chars", "max_steps"))
         longest = int_param(environment, "max_question_chars", 4000, 1, 100_000)
+        steps = int_param(environment, "max_steps", 0, 0, 100)
         self._environment, self._run_id = environment, run_id
-        self._rows = [row for row in parse_rows(data) if len(row[0]) <= longest]
+        self._rows = [row for row in parse_rows(data) if len(row.question) <= longest]
+        if steps:
+            self._rows = [row for row in self._rows if 1 <= row.steps <= steps]
         if not self._rows:
-            raise LocalFault(E_TASK_DATA, "no question is left", expected=f"questions of <= {longest} characters")
+            few = f" and 1 to {steps} steps" if steps else ""
+            raise LocalFault(E_TASK_DATA, "no question is left", expected=f"questions of <= {longest} characters{few}")
 
     def problem(self, group: int) -> Problem:
         """A question of the data set after the instruction to answer shortly."""
-        question, answer = draws_for(self._run_id, self._environment, group).choice(self._rows)
-        return Problem((*_OPENING, {"role": "user", "content": question}), answer)
+        row = draws_for(self._run_id, self._environment, group).choice(self._rows)
+        return Problem((*_OPENING, {"role": "user", "content": row.question}), row.answer)
 
     def prompt_tokens(self, problem: Problem, tokenizer: Tokenizer) -> list[int]:
         """Token ids of the question in the model's chat template."""
@@ -60,8 +78,8 @@ class Gsm8kTask:
         return FULL_REWARD_MICRO if answer is not None and same_number(problem.answer, answer) else 0
 
 
-def parse_rows(data: bytes) -> list[tuple[str, str]]:
-    """(question, final answer) of each line ``{"question": ..., "answer": "... #### 18"}``.
+def parse_rows(data: bytes) -> list[Row]:
+    """The question of each line ``{"question": ..., "answer": "... #### 18"}``.
 
     Raises:
         LocalFault: ``E_TASK_DATA``, naming the first bad line.
@@ -75,7 +93,7 @@ def parse_rows(data: bytes) -> list[tuple[str, str]]:
     return rows
 
 
-def _parse_row(number: int, line: bytes) -> tuple[str, str]:
+def _parse_row(number: int, line: bytes) -> Row:
     try:
         row = json.loads(line)
         question, solution = row["question"], row["answer"]
@@ -89,4 +107,4 @@ def _parse_row(number: int, line: bytes) -> tuple[str, str]:
         ) from None
     if not isinstance(question, str) or answer is None:
         raise LocalFault(E_TASK_DATA, f"line {number} has no number after ####", got=solution[-80:])
-    return question, answer
+    return Row(question, answer, solution.count("<<"))

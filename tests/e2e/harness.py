@@ -98,6 +98,10 @@ class Up:
             timeout_s, f"restart of {process}",
         )
 
+    def has_weights(self, node: str) -> bool:
+        """Whether a node has come so far that it holds verified weights."""
+        return (self.directory / "nodes" / node / "state.json").exists()
+
     def interrupt(self) -> None:
         """What Ctrl-C does."""
         self._process.send_signal(signal.SIGINT)

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 HONEST = ("alice", "bob")
 VICTIMS = ("learner", "alice", "verifier", "coordinator", "bob")
+CHEAT = "mallory-edited-answer"
 #: Small batches and two drills, so that the run ends soon.
 VERSIONS = 16
 SETTINGS = (
@@ -43,6 +44,7 @@ class Story:
     stop_pids: list[int] = field(default_factory=list)
     stop_left_summary: bool = True
     version_before: int = -1
+    events_of_first_start: list[dict[str, Any]] = field(default_factory=list)
     version_after: int = -1
     logs: list[list[dict[str, Any]]] = field(default_factory=list)  #: of the coordinator, at moments of the run
     end_status: int = -1
@@ -61,8 +63,11 @@ def story(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Story:
     shutil.copytree(tiny_model, story.directory / "model")
     choices = ["--max-versions", str(VERSIONS), "--seed", "3", *(f"--set={setting}" for setting in SETTINGS)]
     with Up(story.directory, *choices) as up:
+        up.wait_for(lambda _: up.has_weights(CHEAT), 240, "weights of the cheating node")
+        up.kill(CHEAT)
         up.wait_for_version(1, 240)
         story.logs.append(up.log_entries())
+        story.events_of_first_start = list(up.events)
         story.version_before = newest(up.events)
         up.interrupt()
         story.stop_status = up.end(120)
@@ -128,8 +133,9 @@ def test_every_node_ends_on_the_same_bits(story: Story) -> None:
 
 
 def test_every_process_was_killed_and_came_back(story: Story) -> None:
-    restarted = {e["process"] for e in story.events if e["event"] == "restarted"}
-    assert set(VICTIMS) <= restarted
+    events = story.events_of_first_start + story.events
+    restarted = {e["process"] for e in events if e["event"] == "restarted"}
+    assert {*VICTIMS, CHEAT} <= restarted
 
 
 def test_cheats_are_caught_and_the_evidence_convinces_a_stranger(story: Story) -> None:

@@ -280,7 +280,8 @@ def make_home(path: Path, run: RunManifest) -> Home:
 
 def make_daemon(path: Path, office: FakeCoordinator, *, slots: int = 4, **settings: Any) -> tuple[Daemon, FakeEngine]:
     clock, home = SystemClock(), make_home(path, office.run)
-    config = NodeConfig(home=path, poll_s=0.02, report_s=0.05, contact_s=0.05, min_free_mb=0, **settings)
+    quick = {"poll_s": 0.02, "report_s": 0.05, "contact_s": 0.05, "min_free_mb": 0}
+    config = NodeConfig(home=path, **(quick | settings))
 
     def note(manifest: CheckpointManifest) -> None:
         home.write_state(manifest.version, manifest.state_root, clock.now_ms())

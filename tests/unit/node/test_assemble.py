@@ -111,15 +111,15 @@ def test_bad_calls_exit_2(tmp_path: Path) -> None:
     assert cli("run", "--home", home, "--batch", "many")[0] == 2
     assert cli("dance")[0] == 2
     code, said = cli("join", "http://127.0.0.1:8700", "--home", home)
-    assert code == 1
+    assert code == 2
     assert "E_JOIN_LINK" in said
 
 
-def test_a_home_that_is_none_exits_1(tmp_path: Path) -> None:
+def test_a_home_that_is_none_exits_2(tmp_path: Path) -> None:
     for command in ("run", "status", "selftest", "pause", "resume"):
         code, said = cli(command, "--home", str(tmp_path / "none"))
-        assert code == 1, (command, said)
-        assert "E_HOME" in said
+        assert code == 2, (command, said)
+        assert "E_NO_HOME" in said
         assert "assay node join LINK" in said
 
 

@@ -307,6 +307,18 @@ def _wait_for(home: Path, text: str) -> bool:
     return False
 
 
+def test_the_last_report_asks_once_more(tmp_path: Path, office: FakeCoordinator) -> None:
+    daemon, _ = make_daemon(tmp_path, office, contact_s=3600)
+    thread = threading.Thread(target=daemon.run)
+    thread.start()
+    while not _wait_for(tmp_path, "nothing to do") or "accepted" not in status(tmp_path):
+        threading.Event().wait(0.01)
+    office.record = office.record | {"accepted": 9}
+    daemon.drain()
+    thread.join(20)
+    assert status(tmp_path)["accepted"] == 9
+
+
 def test_a_bug_in_a_thread_ends_the_daemon(tmp_path: Path, office: FakeCoordinator) -> None:
     daemon, _ = make_daemon(tmp_path, office)
     office.leases = None  # type: ignore[assignment]

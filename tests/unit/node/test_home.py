@@ -29,7 +29,7 @@ def test_a_folder_that_was_never_joined_says_how_to(tmp_path: Path) -> None:
     home = Home(tmp_path / "nothing")
     with pytest.raises(LocalFault, match="assay node join LINK") as caught:
         home.pin()
-    assert caught.value.code == "E_HOME"
+    assert caught.value.code == "E_NO_HOME"
     assert home.read_status() is None
 
 

@@ -6,14 +6,15 @@ import pytest
 from protocol.errors import LocalFault
 from protocol.messages import Environment
 from protocol.tasks import E_TASK, E_TASK_DATA, FULL_REWARD_MICRO, Task, make_task
+from protocol.tasks.gsm8k import parse_rows
 
 RUN = "ab" * 16
 SAMPLE = (Path(__file__).parents[2] / "data" / "gsm8k" / "sample.jsonl").read_bytes()
 GSM8K = Environment(name="gsm8k", kind="gsm8k", data_sha256="0" * 64)
 
 
-def gsm8k(data: bytes = SAMPLE) -> Task:
-    return make_task(GSM8K, lambda _: data, RUN)
+def gsm8k(data: bytes = SAMPLE, **params: int | str) -> Task:
+    return make_task(GSM8K.model_copy(update={"params": params}), lambda _: data, RUN)
 
 
 def arithmetic(**params: int | str) -> Task:
@@ -70,6 +71,18 @@ def test_malformed_data_is_refused(data: bytes) -> None:
     with pytest.raises(LocalFault) as caught:
         gsm8k(data)
     assert caught.value.code == E_TASK_DATA
+
+
+def test_gsm8k_takes_only_questions_of_few_steps() -> None:
+    steps = {row.answer: row.steps for row in parse_rows(SAMPLE)}
+    few = {answer for answer, count in steps.items() if 1 <= count <= 2}
+    assert 0 < len(few) < len(steps)
+    task = gsm8k(max_steps=2)
+    assert {task.problem(group).answer for group in range(200)} == few
+    with pytest.raises(LocalFault, match="no question is left") as caught:
+        gsm8k(b'{"question": "Q", "answer": "no working #### 4"}', max_steps=9)
+    assert caught.value.code == E_TASK_DATA
+    assert gsm8k(b'{"question": "Q", "answer": "no working #### 4"}').problem(0).answer == "4"
 
 
 def test_gsm8k_without_data_is_refused() -> None:
