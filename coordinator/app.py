@@ -19,7 +19,7 @@ from coordinator.database import Database
 from coordinator.edge import RateLimit, RequestIds, install_problem_handlers
 from coordinator.keyring import Keyring
 from coordinator.prompts import Prompts, TaskPrompts
-from coordinator.routes import admin, nodes, objects, public, trusted
+from coordinator.routes import admin, log, nodes, objects, public, trusted
 from coordinator.run import Run
 from protocol.clock import Clock, SystemClock
 from protocol.envelope import Envelope
@@ -63,7 +63,7 @@ def create_app(
         RateLimit, clock=coordinator.clock, rate_per_s=config.rate_per_s, burst=config.rate_burst
     )
     app.add_middleware(RequestIds)
-    for part in (public, nodes, trusted, objects, admin):
+    for part in (public, log, nodes, trusted, objects, admin):
         app.include_router(part.router)
     page = _DASHBOARD.read_text(encoding="utf-8")
     headers = page_headers(page)

@@ -76,7 +76,10 @@ class Audits:
                 code=verdict.code, envelope=envelope.to_bytes(), received_ms=now_ms,
             )
         )
-        body = {"receipt_id": receipt.id, "sha256": envelope.digest, "outcome": verdict.outcome, "code": verdict.code}
+        body = {
+            "receipt_id": receipt.id, "sha256": envelope.digest, "verifier_id": verifier_id,
+            "outcome": verdict.outcome, "code": verdict.code, "tiers": list(verdict.tiers),
+        }
         event_log.append(session, now_ms, "verdict", body)
         if receipt.state not in (ReceiptState.PENDING, ReceiptState.CLAIMED):
             return Ack(duplicate=True)

@@ -324,12 +324,19 @@ class Batch(Base):
 
 
 class Event(Base):
-    """An entry of the append-only log; each names the hash of the one before."""
+    """An entry of the append-only log: a leaf of its Merkle tree (docs/spec/log.md)."""
 
-    __tablename__ = "events"
-    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    at_ms: Mapped[int]
+    __tablename__ = "log_entries"
+    index: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  #: from 0, without gaps
     kind: Mapped[str]
-    body: Mapped[dict[str, Any]]
-    previous_sha256: Mapped[str]
-    sha256: Mapped[str]
+    receipt_id: Mapped[str | None] = mapped_column(index=True)  #: the receipt it is about, if any
+    data: Mapped[bytes]  #: the leaf: canonical JSON
+
+
+class LogNode(Base):
+    """Hash of a complete subtree of the log: of entries ``index * 2**level`` up to ``(index + 1) * 2**level``."""
+
+    __tablename__ = "log_nodes"
+    level: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    index: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    hash: Mapped[bytes]

@@ -96,7 +96,10 @@ class Submissions:
         session.flush()
         event_log.append(
             session, now_ms, "submitted",
-            {"receipt_id": message.receipt_id, "sha256": receipt.digest, "node_id": node.id, "rate_ppm": rate_ppm},
+            {
+                "receipt_id": message.receipt_id, "sha256": receipt.digest, "node_id": node.id, "epoch": epoch.id,
+                "rate_ppm": rate_ppm,
+            },
         )
         return SubmitReply(receipt=receipt, duplicate=False)
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Query
 from fastapi.responses import PlainTextResponse, Response
 from sqlalchemy import select
 
-from coordinator import checkpoints, epochs, event_log, metrics, registry
+from coordinator import checkpoints, epochs, metrics, registry
 from coordinator.evidence import require_receipt
 from coordinator.groups import head_version
 from coordinator.models import Epoch, Group, Lease, Node, Receipt, Unit, Verdict
@@ -164,15 +164,6 @@ def epoch_draws(desk: Desk, epoch: Number) -> dict[str, Any]:
     """Receipts of one epoch with the rate each was drawn at."""
     with desk.database.read() as session:
         return {"draws": epochs.draws_of(session, epoch)}
-
-
-@router.get("/v1/log", tags=["public"])
-def log(
-    desk: Desk, after: Annotated[int, Query(ge=0, lt=2**48)] = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 100
-) -> dict[str, Any]:
-    """Entries of the append-only log that follow number ``after``."""
-    with desk.database.read() as session:
-        return {"entries": event_log.entries(session, after, limit)}
 
 
 def _receipt_summary(row: Receipt) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class Up:
         """The coordinator's whole append-only log."""
         entries: list[dict[str, Any]] = []
         while True:
-            page = self.get(f"/v1/log?after={len(entries)}&limit=500")["entries"]
+            page = self.get(f"/v1/log?from={len(entries)}&limit=500")["entries"]
             entries += page
             if not page:
                 return entries

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.event_log import check_chain
 from protocol.envelope import Envelope
+from protocol.log_entry import LogEntry, read_on
+from protocol.transparency import Peaks
 from tests.e2e.harness import Up, is_gone, newest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -179,7 +180,7 @@ def test_no_rollout_is_trained_on_twice(afterwards: Up) -> None:
 
 def test_the_log_only_ever_grew(story: Story, afterwards: Up) -> None:
     final = afterwards.log_entries()
-    check_chain(final)
+    read_on(Peaks(), [LogEntry.from_dict(entry) for entry in final])
     for earlier in story.logs:
         assert final[: len(earlier)] == earlier
 
