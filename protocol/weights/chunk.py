@@ -1,6 +1,6 @@
 """Chunks: the immutable objects a checkpoint is made of, each a few independent segments of the state.
 
-A segment says how a byte range of the canonical state follows from the parent's (SAME, GAP) or what it is (FULL).
+A segment says how a byte range of the canonical state follows from the parent's (SAME, GAP, XC) or what it is (FULL).
 Everything is checked and counted before anything is allocated. Spec: ``docs/spec/weight-diff.md``.
 """
 
@@ -16,8 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import PeerFault
-from protocol.weights import steps
-from protocol.weights.streams import E_CHUNK, E_CHUNK_LIMIT, Cursor, decode_planes, encode_planes, planes_needed
+from protocol.weights import steps, xc
+from protocol.weights.classes import MAX_CLASSES, Changes
+from protocol.weights.streams import (
+    E_CHUNK,
+    E_CHUNK_LIMIT,
+    Cursor,
+    decode_planes,
+    encode_planes,
+    planes_needed,
+    skip_streams,
+)
 
 #: Largest chunk a decoder takes, in bytes.
 MAX_CHUNK_BYTES: Final = 8 * 2**20
@@ -33,7 +42,6 @@ _MAX_SEGMENTS: Final = 65_535
 _MAGIC: Final = b"ASWC"
 _HEADER: Final = struct.Struct("<4sBBH")
 _SEGMENT: Final = struct.Struct("<QQBBBBI")
-_STREAM: Final = struct.Struct("<BI")
 _GAP_WORDS: Final = np.dtype("<u4")
 _WORDS: Final[dict[int, np.dtype[Any]]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
@@ -46,11 +54,12 @@ class Kind(IntEnum):
 
 
 class Method(IntEnum):
-    """How a segment is coded; 3 is set aside for exponent classes."""
+    """How a segment is coded."""
 
     SAME = 0
     FULL = 1
     GAP = 2
+    XC = 3
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,8 @@ class Segment:
     """Bytes ``start`` to ``end`` of the state.
 
     SAME: nothing else. FULL: ``words`` holds the new patterns. GAP: ``positions`` (word index within the segment,
-    ascending) and ``words`` (folded steps, see :mod:`protocol.weights.steps`) of the changed words.
+    ascending) and ``words`` (folded steps, see :mod:`protocol.weights.steps`) of the changed words. XC: ``changes``
+    says where among the words of which class; its positions can only be had from the old state. ``words`` as for GAP.
     """
 
     method: Method
@@ -67,6 +77,7 @@ class Segment:
     width: int  #: bytes of a word
     positions: NDArray[Any] | None = None
     words: NDArray[Any] | None = None
+    changes: Changes | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,13 @@ def encode_gap(start: int, end: int, positions: NDArray[Any], folded: NDArray[An
     return Encoded(head + streams, len(folded) * (_GAP_WORDS.itemsize + folded.itemsize))
 
 
+def encode_xc(start: int, end: int, changes: Changes) -> Encoded:
+    """A segment as gaps and folded steps within classes of the old exponent; at least one change."""
+    count, width = len(changes.folded), changes.folded.itemsize
+    head = _SEGMENT.pack(start, end - start, Method.XC, width, len(changes.firsts), 0, count)
+    return Encoded(head + xc.encode_body(changes), count * (_GAP_WORDS.itemsize + width))
+
+
 class ChunkWriter:
     """Packs segments, given in order, into chunks of about ``TARGET_CHUNK_BYTES``."""
 
@@ -131,7 +149,9 @@ class ChunkWriter:
 
 
 @dataclass(frozen=True)
-class _Head:
+class Head:
+    """A segment's header: what it describes and how much it decodes to."""
+
     start: int
     end: int
     method: Method
@@ -140,10 +160,32 @@ class _Head:
     count: int
 
     @property
+    def population(self) -> int:
+        """Words of state it describes."""
+        return (self.end - self.start) // self.width
+
+    @property
     def output(self) -> int:
-        if self.method is Method.GAP:
+        """Bytes it decodes to."""
+        if self.method in (Method.GAP, Method.XC):
             return self.count * (_GAP_WORDS.itemsize + self.width)
         return self.count * self.width
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A segment whose header is checked and whose streams are not decoded yet."""
+
+    head: Head
+    body: Cursor
+
+    def decode(self) -> Segment:
+        """The segment; once only, and on any thread.
+
+        Raises:
+            PeerFault: ``E_CHUNK``.
+        """
+        return _decode_segment(self.body, self.head)
 
 
 def chunk_output(data: bytes) -> int:
@@ -152,36 +194,54 @@ def chunk_output(data: bytes) -> int:
     Raises:
         PeerFault: ``E_CHUNK`` or ``E_CHUNK_LIMIT``.
     """
-    cursor, count, _ = _open(data)
-    output = 0
-    for _ in range(count):
-        head = _read_head(cursor)
-        for _ in range(sum(head.planes)):
-            _, size = cursor.unpack(_STREAM)
-            cursor.take(size)
-        output += head.output
-        if output > MAX_CHUNK_OUTPUT:
-            raise PeerFault(E_CHUNK_LIMIT, "chunk decodes to too much", expected=f"<= {MAX_CHUNK_OUTPUT}", got=output)
-    cursor.finish()
-    return output
+    return sum(segment.head.output for segment in _walk(data)[1])
+
+
+def open_chunk(data: bytes, kind: Kind, max_output: int = MAX_CHUNK_OUTPUT) -> list[Sealed]:
+    """The segments of a chunk that keeps its limits, none of them decoded.
+
+    Raises:
+        PeerFault: ``E_CHUNK`` malformed, ``E_CHUNK_LIMIT`` larger than allowed or decodes to more than ``max_output``.
+    """
+    got, segments = _walk(data)
+    output = sum(segment.head.output for segment in segments)
+    if output > max_output:
+        raise PeerFault(
+            E_CHUNK_LIMIT, "chunk decodes to more than its manifest says", expected=f"<= {max_output}", got=output
+        )
+    if got is not kind:
+        raise PeerFault(E_CHUNK, "chunk of the wrong kind", expected=kind.name, got=got.name)
+    return segments
 
 
 def decode_chunk(data: bytes, kind: Kind, max_output: int = MAX_CHUNK_OUTPUT) -> Iterator[Segment]:
     """The segments of a chunk, decoded one at a time once the whole chunk is known to keep its limits.
 
     Raises:
-        PeerFault: ``E_CHUNK`` malformed, ``E_CHUNK_LIMIT`` larger than allowed or decodes to more than ``max_output``.
+        PeerFault: as :func:`open_chunk`.
     """
-    output = chunk_output(data)
-    if output > max_output:
-        raise PeerFault(
-            E_CHUNK_LIMIT, "chunk decodes to more than its manifest says", expected=f"<= {max_output}", got=output
-        )
-    cursor, count, got = _open(data)
-    if got is not kind:
-        raise PeerFault(E_CHUNK, "chunk of the wrong kind", expected=kind.name, got=got.name)
+    for segment in open_chunk(data, kind, max_output):
+        yield segment.decode()
+
+
+def _walk(data: bytes) -> tuple[Kind, list[Sealed]]:
+    """All segments, from their headers and the sizes of their streams alone."""
+    cursor, count, kind = _open(data)
+    segments: list[Sealed] = []
+    output = 0
     for _ in range(count):
-        yield _decode_segment(cursor, _read_head(cursor))
+        head = _read_head(cursor)
+        body = cursor.copy()
+        if head.method is Method.XC:
+            skip_streams(cursor, xc.read_classes(cursor, head.planes[0], head.count, head.population).streams)
+        else:
+            skip_streams(cursor, sum(head.planes))
+        segments.append(Sealed(head, body))
+        output += head.output
+        if output > MAX_CHUNK_OUTPUT:
+            raise PeerFault(E_CHUNK_LIMIT, "chunk decodes to too much", expected=f"<= {MAX_CHUNK_OUTPUT}", got=output)
+    cursor.finish()
+    return kind, segments
 
 
 def _open(data: bytes) -> tuple[Cursor, int, Kind]:
@@ -194,22 +254,23 @@ def _open(data: bytes) -> tuple[Cursor, int, Kind]:
     return cursor, count, Kind(kind)
 
 
-def _read_head(cursor: Cursor) -> _Head:
+def _read_head(cursor: Cursor) -> Head:
     """The next segment header, every number in it checked against the others."""
     start, length, method, width, first, second, count = cursor.unpack(_SEGMENT)
     if method not in tuple(Method) or width not in _WORDS:
         raise PeerFault(
-            E_CHUNK, "unknown segment method or word size", expected="method 0-2, width 2 or 4",
+            E_CHUNK, "unknown segment method or word size", expected="method 0-3, width 2 or 4",
             got=f"{method}, {width}",
         )
-    head = _Head(start, start + length, Method(method), width, (first, second), count)
+    head = Head(start, start + length, Method(method), width, (first, second), count)
     if not 0 < length <= MAX_SEGMENT_BYTES or length % width:
         raise PeerFault(
             E_CHUNK, "segment of a wrong length", expected=f"1 to {MAX_SEGMENT_BYTES}, whole words", got=length
         )
-    words = length // width
+    words = head.population
     counts, most = {
-        Method.SAME: ((0, 0), (0, 0)), Method.FULL: ((words, words), (width, 0)), Method.GAP: ((1, words), (4, width))
+        Method.SAME: ((0, 0), (0, 0)), Method.FULL: ((words, words), (width, 0)), Method.GAP: ((1, words), (4, width)),
+        Method.XC: ((1, words), (MAX_CLASSES, 0)),
     }[head.method]
     if not counts[0] <= count <= counts[1] or first > most[0] or second > most[1]:
         raise PeerFault(
@@ -219,20 +280,23 @@ def _read_head(cursor: Cursor) -> _Head:
     return head
 
 
-def _decode_segment(cursor: Cursor, head: _Head) -> Segment:
+def _decode_segment(cursor: Cursor, head: Head) -> Segment:
     words = _WORDS[head.width]
     if head.method is Method.SAME:
         return Segment(head.method, head.start, head.end, head.width)
     if head.method is Method.FULL:
         rotated = decode_planes(cursor, head.count, head.planes[0], words)
         return Segment(head.method, head.start, head.end, head.width, words=steps.rotate_right(rotated))
+    if head.method is Method.XC:
+        records = xc.read_classes(cursor, head.planes[0], head.count, head.population)
+        changes = xc.decode_body(cursor, records, words)
+        return Segment(head.method, head.start, head.end, head.width, words=changes.folded, changes=changes)
     gaps = decode_planes(cursor, head.count, head.planes[0], _GAP_WORDS)
     folded = decode_planes(cursor, head.count, head.planes[1], words)
     positions = np.cumsum(gaps, dtype=np.uint64) + np.arange(head.count, dtype=np.uint64)
-    population = (head.end - head.start) // head.width
-    if int(positions[-1]) >= population:
+    if int(positions[-1]) >= head.population:
         raise PeerFault(
-            E_CHUNK, "a gap leads out of the segment", expected=f"position < {population}", got=int(positions[-1])
+            E_CHUNK, "a gap leads out of the segment", expected=f"position < {head.population}", got=int(positions[-1])
         )
     if (folded == words.type(2 ** (8 * head.width) - 1)).any():
         raise PeerFault(E_CHUNK, "a step of zero", expected="only changed words listed")

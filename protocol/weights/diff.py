@@ -1,42 +1,55 @@
 """Lossless diffs between two states, and anchors that hold a whole state.
 
 Encoding looks at bit patterns only. Applying is a transaction: decode everything, then write while keeping the old
-words, and put them back if anything fails. Spec: ``docs/spec/weight-diff.md``.
+words, and put them back if anything fails. Segments are independent, so both run on several threads.
+Spec: ``docs/spec/weight-diff.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final
+from itertools import islice
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import PeerFault
 from protocol.messages import ChunkRef
-from protocol.weights import steps
+from protocol.weights import classes, kernels, steps
 from protocol.weights.chunk import (
-    MAX_SEGMENT_BYTES,
     TARGET_CHUNK_BYTES,
     ChunkWriter,
     Encoded,
     Kind,
     Method,
+    Sealed,
     Segment,
-    decode_chunk,
     encode_full,
     encode_gap,
     encode_same,
+    encode_xc,
+    open_chunk,
 )
-from protocol.weights.layout import Layout, State, check_state, flat
+from protocol.weights.layout import Layout, Piece, State, check_state, flat
 from protocol.weights.streams import E_CHUNK
 
+#: State bytes of one segment of a diff: enough for its tables to cost little, few enough to keep all cores busy.
+DIFF_SEGMENT_BYTES: Final = 16 * 2**20
 #: State bytes of one segment of an anchor; also the smallest range a diff is cut to when it comes out large.
 ANCHOR_SEGMENT_BYTES: Final = 4 * 2**20
-#: A GAP segment larger than this share of its state is measured against FULL.
+#: A segment larger than this share of its state is measured against FULL.
 _TRY_FULL_ABOVE: Final = 0.4
+#: An XC segment with fewer changes than this is measured against GAP, which has less to say beforehand.
+_TRY_GAP_BELOW: Final = 4096
+#: State bytes below which a second thread does not pay.
+_THREADED_BYTES: Final = 4 * 2**20
 _BLOCK_WORDS: Final = 2**18
+
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 
 
 @dataclass(frozen=True)
@@ -68,8 +81,13 @@ class Undo:
         return sum(old.nbytes + (0 if isinstance(at, slice) else at.nbytes) for _, at, old in self.writes)
 
 
-def encode_diff(layout: Layout, old: State, new: State) -> list[bytes]:
+def encode_diff(
+    layout: Layout, old: State, new: State, *, method: Method | None = None, threads: int = 2
+) -> list[bytes]:
     """Chunks that turn ``old`` into ``new``, bit by bit; at least one.
+
+    ``method`` (GAP or XC) is used for every segment with changes, even where another would be smaller; None takes the
+    best of all. The bytes do not depend on ``threads``.
 
     Raises:
         LocalFault: ``E_STATE`` when a state does not fit the layout.
@@ -77,13 +95,16 @@ def encode_diff(layout: Layout, old: State, new: State) -> list[bytes]:
     check_state(layout, old)
     check_state(layout, new)
     writer = ChunkWriter(Kind.DIFF)
-    for start, end, words in _cut(layout, MAX_SEGMENT_BYTES):
-        for segment in _encode_range(layout, old, new, start, end, words):
+    ranges = list(_cut(layout, DIFF_SEGMENT_BYTES))
+    for segments in _spread(lambda r: _encode_range(layout, old, new, *r, method), ranges, layout.nbytes, threads):
+        for segment in segments:
             writer.add(segment)
     return writer.finish()
 
 
-def decode_diff(layout: Layout, chunks: Iterable[bytes], refs: Sequence[ChunkRef] | None = None) -> Patch:
+def decode_diff(
+    layout: Layout, chunks: Iterable[bytes], refs: Sequence[ChunkRef] | None = None, *, threads: int = 2
+) -> Patch:
     """The patch that ``chunks`` hold, wholly decoded and checked against the layout; no state is touched.
 
     ``refs``, one per chunk, bound what each chunk may decode to.
@@ -91,24 +112,27 @@ def decode_diff(layout: Layout, chunks: Iterable[bytes], refs: Sequence[ChunkRef
     Raises:
         PeerFault: ``E_CHUNK`` or ``E_CHUNK_LIMIT``.
     """
-    return Patch(list(_segments(layout, chunks, Kind.DIFF, refs)))
+    sealed = list(_open_all(layout, chunks, Kind.DIFF, refs))
+    return Patch(_spread(Sealed.decode, sealed, layout.nbytes, threads))
 
 
-def apply_patch(layout: Layout, state: State, patch: Patch) -> Undo:
+def apply_patch(layout: Layout, state: State, patch: Patch, *, threads: int = 2) -> Undo:
     """Write ``patch`` into ``state`` in place; on any failure the state is as before.
 
     Raises:
         LocalFault: ``E_STATE`` when the state does not fit the layout.
+        PeerFault: ``E_CHUNK`` when the patch is for another state (only XC segments can tell).
     """
     check_state(layout, state)
-    undo = Undo()
+    undos = [Undo() for _ in patch.segments]
+    work = list(zip(patch.segments, undos, strict=True))
     try:
-        for segment in patch.segments:
-            _write_segment(layout, state, segment, undo)
+        _spread(lambda job: _write_segment(layout, state, *job), work, layout.nbytes, threads)
     except BaseException:
-        undo.revert(state)
+        for undo in undos:
+            undo.revert(state)
         raise
-    return undo
+    return Undo([write for undo in undos for write in undo.writes])
 
 
 def encode_anchor(layout: Layout, state: State) -> list[bytes]:
@@ -124,18 +148,27 @@ def encode_anchor(layout: Layout, state: State) -> list[bytes]:
     return writer.finish()
 
 
-def decode_anchor(chunks: Iterable[bytes], layout: Layout, refs: Sequence[ChunkRef] | None = None) -> State:
-    """The state that ``chunks`` hold, as fresh arrays; one segment is in memory beside it at a time.
+def decode_anchor(
+    chunks: Iterable[bytes], layout: Layout, refs: Sequence[ChunkRef] | None = None, *, threads: int = 2
+) -> State:
+    """The state that ``chunks`` hold, as fresh arrays; two segments per thread are in memory beside it at a time.
 
     Raises:
         PeerFault: ``E_CHUNK`` or ``E_CHUNK_LIMIT``.
     """
     state = layout.new_state()
-    for segment in _segments(layout, chunks, Kind.ANCHOR, refs):
-        if segment.method is not Method.FULL or segment.words is None:
-            raise PeerFault(E_CHUNK, "an anchor refers to another state", expected="FULL", got=segment.method.name)
+
+    def fill(sealed: Sealed) -> None:
+        if sealed.head.method is not Method.FULL:
+            raise PeerFault(E_CHUNK, "an anchor refers to another state", expected="FULL", got=sealed.head.method.name)
+        segment = sealed.decode()
+        assert segment.words is not None
         for piece in layout.pieces(segment.start, segment.end):
             flat(state, piece)[:] = segment.words[piece.at : piece.at + piece.hi - piece.lo]
+
+    opened = _open_all(layout, chunks, Kind.ANCHOR, refs)
+    while batch := list(islice(opened, 2 * threads)):
+        _spread(fill, batch, layout.nbytes, threads)
     return state
 
 
@@ -152,24 +185,56 @@ def _gather(layout: Layout, state: State, start: int, end: int, words: np.dtype[
     return parts[0] if len(parts) == 1 else np.concatenate(parts, dtype=words)
 
 
+def _spread(call: Callable[[_A], _B], items: Sequence[_A], nbytes: int, threads: int) -> list[_B]:
+    """Results of ``call`` in order, from several threads where that pays; all have ended when one has failed."""
+    if threads == 1 or len(items) < 2 or nbytes < _THREADED_BYTES:
+        return [call(item) for item in items]
+    pool = ThreadPoolExecutor(threads)
+    try:
+        return list(pool.map(call, items))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def _encode_range(
-    layout: Layout, old: State, new: State, start: int, end: int, words: np.dtype[Any]
-) -> Iterator[Encoded]:
+    layout: Layout, old: State, new: State, start: int, end: int, words: np.dtype[Any], method: Method | None
+) -> list[Encoded]:
     """One segment, or several when one would come out larger than a chunk should be."""
-    positions, folded = _changes(layout, old, new, start, end)
-    if not len(positions):
-        yield encode_same(start, end, words.itemsize)
-        return
-    best = encode_gap(start, end, positions, folded)
-    if len(best.data) > _TRY_FULL_ABOVE * (end - start):
+    best = _encode_gap(layout, old, new, start, end) if method is Method.GAP else _encode_xc(
+        layout, old, new, start, end, try_gap=method is None
+    )
+    if best is None:
+        return [encode_same(start, end, words.itemsize)]
+    if method is None and len(best.data) > _TRY_FULL_ABOVE * (end - start):
         full = encode_full(start, _gather(layout, new, start, end, words))
         best = min(best, full, key=lambda encoded: len(encoded.data))
     if len(best.data) > TARGET_CHUNK_BYTES and end - start > ANCHOR_SEGMENT_BYTES:
         middle = start + (end - start) // 2 // words.itemsize * words.itemsize
-        yield from _encode_range(layout, old, new, start, middle, words)
-        yield from _encode_range(layout, old, new, middle, end, words)
-        return
-    yield best
+        halves = ((start, middle), (middle, end))
+        return [s for lo, hi in halves for s in _encode_range(layout, old, new, lo, hi, words, method)]
+    return [best]
+
+
+def _encode_xc(
+    layout: Layout, old: State, new: State, start: int, end: int, *, try_gap: bool
+) -> Encoded | None:
+    """The range by exponent classes, or by gaps where those are shorter and may be used; None without changes."""
+    pieces = list(layout.pieces(start, end))
+    before, after = [flat(old, piece) for piece in pieces], [flat(new, piece) for piece in pieces]
+    changes = kernels.scan(before, after, classes.choose(before, after))
+    if not len(changes.folded):
+        return None
+    best = encode_xc(start, end, changes)
+    if try_gap and len(changes.folded) < _TRY_GAP_BELOW:
+        gap = _encode_gap(layout, old, new, start, end)
+        best = best if gap is None else min(best, gap, key=lambda encoded: len(encoded.data))
+    return best
+
+
+def _encode_gap(layout: Layout, old: State, new: State, start: int, end: int) -> Encoded | None:
+    """The range by gaps; None without changes."""
+    positions, folded = _changes(layout, old, new, start, end)
+    return encode_gap(start, end, positions, folded) if len(positions) else None
 
 
 def _changes(layout: Layout, old: State, new: State, start: int, end: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -195,27 +260,28 @@ def _differing(before: NDArray[Any], after: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate(found)
 
 
-def _segments(
+def _open_all(
     layout: Layout, chunks: Iterable[bytes], kind: Kind, refs: Sequence[ChunkRef] | None
-) -> Iterator[Segment]:
+) -> Iterator[Sealed]:
     """Segments of all chunks, each checked to begin where the one before ended and to fit the layout's runs."""
     runs = list(layout.runs())
     run, at = 0, 0
     for i, data in enumerate(chunks):
-        for segment in decode_chunk(data, kind, *([refs[i].max_output_bytes] if refs is not None else [])):
+        for segment in open_chunk(data, kind, *([refs[i].max_output_bytes] if refs is not None else [])):
+            head = segment.head
             if run < len(runs) and at == runs[run][1]:
                 run += 1
-            if segment.start != at or run == len(runs) or segment.end > runs[run][1]:
+            if head.start != at or run == len(runs) or head.end > runs[run][1]:
                 raise PeerFault(
                     E_CHUNK, "segments do not tile the state", expected=f"a segment from byte {at} within its run",
-                    got=f"{segment.start} to {segment.end}",
+                    got=f"{head.start} to {head.end}",
                 )
-            if segment.width != runs[run][2].itemsize:
+            if head.width != runs[run][2].itemsize:
                 raise PeerFault(
                     E_CHUNK, "segment of another word size than its tensors", expected=runs[run][2].itemsize,
-                    got=segment.width,
+                    got=head.width,
                 )
-            at = segment.end
+            at = head.end
             yield segment
     if at != layout.nbytes:
         raise PeerFault(E_CHUNK, "chunks do not cover the state", expected=f"{layout.nbytes} bytes", got=at)
@@ -225,20 +291,40 @@ def _write_segment(layout: Layout, state: State, segment: Segment, undo: Undo) -
     """Write one segment, recording old words before each write."""
     if segment.words is None:
         return
-    for piece in layout.pieces(segment.start, segment.end):
-        size = piece.hi - piece.lo
+    pieces = list(layout.pieces(segment.start, segment.end))
+    for piece, (where, words) in zip(pieces, _writes(state, segment, pieces), strict=True):
+        if not isinstance(where, slice) and not len(where):
+            continue
         target = state[piece.entry.name].reshape(-1)
-        where: NDArray[Any] | slice
-        if segment.positions is None:
-            where, words = slice(piece.lo, piece.hi), segment.words[piece.at : piece.at + size]
-            old = target[where].copy()
-        else:
-            lo, hi = np.searchsorted(segment.positions, (piece.at, piece.at + size))
-            if lo == hi:
-                continue
-            where = segment.positions[lo:hi].astype(np.int64) + (piece.lo - piece.at)
-            old = target[where]
-            words = steps.unfold(old, segment.words[lo:hi])
-            where = where.astype(np.uint32) if where[-1] < 2**32 else where
-        undo.writes.append((piece.entry.name, where, old))
+        undo.writes.append((piece.entry.name, where, target[where].copy()))
         target[where] = words
+
+
+def _writes(
+    state: State, segment: Segment, pieces: Sequence[Piece]
+) -> list[tuple[NDArray[Any] | slice, NDArray[Any]]]:
+    """For each piece the places of its tensor that are written, and the new words; nothing is written yet."""
+    assert segment.words is not None
+    if segment.changes is not None:
+        found = kernels.find([flat(state, piece) for piece in pieces], segment.changes)
+        if found is None:
+            raise PeerFault(E_CHUNK, "the diff is for another state", hint="its exponent classes do not fit this one")
+        return [(_shift(where, piece.lo), words) for piece, (where, words) in zip(pieces, found, strict=True)]
+    writes: list[tuple[NDArray[Any] | slice, NDArray[Any]]] = []
+    for piece in pieces:
+        size = piece.hi - piece.lo
+        if segment.positions is None:
+            writes.append((slice(piece.lo, piece.hi), segment.words[piece.at : piece.at + size]))
+            continue
+        lo, hi = np.searchsorted(segment.positions, (piece.at, piece.at + size))
+        where = segment.positions[lo:hi] - segment.positions.dtype.type(piece.at)
+        words = steps.unfold(flat(state, piece)[where], segment.words[lo:hi])
+        writes.append((_shift(where, piece.lo), words))
+    return writes
+
+
+def _shift(where: NDArray[np.uint32], by: int) -> NDArray[Any]:
+    """``where + by``, in 4 bytes where that is enough."""
+    if not len(where) or int(where[-1]) + by < 2**32:
+        return where + np.uint32(by) if by else where
+    return where + np.int64(by)

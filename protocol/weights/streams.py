@@ -23,6 +23,8 @@ E_CHUNK_LIMIT = code("E_CHUNK_LIMIT", "a chunk of a checkpoint is larger, or dec
 ZSTD_LEVEL: Final = 1
 #: Largest zstd window a decoder allows, in bytes.
 MAX_WINDOW: Final = 2**27
+#: Fewest equal bytes for which the encoder uses FILL. Decoders take any number.
+_SHORTEST_FILL: Final = 16
 _STREAM: Final = struct.Struct("<BI")
 
 
@@ -31,6 +33,7 @@ class Coder(IntEnum):
 
     RAW = 0
     ZSTD = 1
+    FILL = 3  #: one byte, as often as needed
 
 
 class Cursor:
@@ -60,6 +63,12 @@ class Cursor:
         """
         return form.unpack(self.take(form.size))
 
+    def copy(self) -> Cursor:
+        """Another cursor at the same place of the same buffer."""
+        other = Cursor.__new__(Cursor)
+        other._data, other._at = self._data, self._at
+        return other
+
     def finish(self) -> None:
         """Refuse bytes that are left over.
 
@@ -75,17 +84,57 @@ def planes_needed(column: NDArray[Any]) -> int:
     return (int(column.max()).bit_length() + 7) // 8 if len(column) else 0
 
 
+def encode_stream(raw: bytes) -> bytes:
+    """One stream that decodes to ``raw``, in the coder that makes it shortest."""
+    if len(raw) >= _SHORTEST_FILL and raw.count(raw[:1]) == len(raw):
+        return _STREAM.pack(Coder.FILL, 1) + raw[:1]
+    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(raw)
+    coder, data = (Coder.ZSTD, packed) if len(packed) < len(raw) else (Coder.RAW, raw)
+    return _STREAM.pack(coder, len(data)) + data
+
+
+def encode_raw_stream(raw: bytes) -> bytes:
+    """One stream that is stored as it is, because nothing would make it shorter."""
+    return _STREAM.pack(Coder.RAW, len(raw)) + raw
+
+
+def decode_stream(cursor: Cursor, count: int) -> NDArray[np.uint8]:
+    """The ``count`` bytes of the next stream.
+
+    Raises:
+        PeerFault: ``E_CHUNK`` when it is malformed or of another length.
+    """
+    coder, size = cursor.unpack(_STREAM)
+    return _decode(coder, cursor.take(size), count)
+
+
+def take_raw_stream(cursor: Cursor) -> NDArray[np.uint8]:
+    """The bytes of the next stream, which must be stored as they are.
+
+    Raises:
+        PeerFault: ``E_CHUNK``.
+    """
+    coder, size = cursor.unpack(_STREAM)
+    if coder != Coder.RAW:
+        raise PeerFault(E_CHUNK, "a stream of verbatim bits is coded", expected=int(Coder.RAW), got=coder)
+    return np.frombuffer(cursor.take(size), np.uint8)
+
+
+def skip_streams(cursor: Cursor, count: int) -> None:
+    """Go past the next ``count`` streams without decoding them.
+
+    Raises:
+        PeerFault: ``E_CHUNK`` when the chunk ends before they do.
+    """
+    for _ in range(count):
+        _, size = cursor.unpack(_STREAM)
+        cursor.take(size)
+
+
 def encode_planes(column: NDArray[Any], planes: int) -> bytes:
     """The first ``planes`` byte planes of an unsigned column, each as one stream."""
-    parts: list[bytes] = []
     matrix = np.ascontiguousarray(column).view(np.uint8).reshape(len(column), column.dtype.itemsize)
-    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
-    for plane in range(planes):
-        raw = matrix[:, plane].tobytes()
-        packed = compressor.compress(raw)
-        coder, data = (Coder.ZSTD, packed) if len(packed) < len(raw) else (Coder.RAW, raw)
-        parts += [_STREAM.pack(coder, len(data)), data]
-    return b"".join(parts)
+    return b"".join(encode_stream(matrix[:, plane].tobytes()) for plane in range(planes))
 
 
 def decode_planes(cursor: Cursor, count: int, planes: int, words: np.dtype[Any]) -> NDArray[Any]:
@@ -96,20 +145,27 @@ def decode_planes(cursor: Cursor, count: int, planes: int, words: np.dtype[Any])
     """
     matrix = np.zeros((count, words.itemsize), np.uint8)
     for plane in range(planes):
-        coder, size = cursor.unpack(_STREAM)
-        matrix[:, plane] = np.frombuffer(_decode(coder, cursor.take(size), count), np.uint8)
+        matrix[:, plane] = decode_stream(cursor, count)
     column: NDArray[Any] = matrix.reshape(-1).view(words)
     return column
 
 
-def _decode(coder: int, data: memoryview, count: int) -> bytes | memoryview:
+def _decode(coder: int, data: memoryview, count: int) -> NDArray[np.uint8]:
     """Exactly ``count`` bytes; nothing larger is ever allocated."""
     if coder == Coder.RAW:
         if len(data) != count:
             raise PeerFault(E_CHUNK, "raw stream of the wrong length", expected=f"{count} bytes", got=len(data))
-        return data
-    if coder != Coder.ZSTD:
-        raise PeerFault(E_CHUNK, "unknown stream coder", expected="0 or 1", got=coder)
+        return np.frombuffer(data, np.uint8)
+    if coder == Coder.FILL:
+        if len(data) != 1 or not count:
+            raise PeerFault(E_CHUNK, "fill stream of the wrong length", expected="1 byte", got=len(data))
+        return np.full(count, data[0], np.uint8)
+    if coder == Coder.ZSTD:
+        return np.frombuffer(_unzstd(data, count), np.uint8)
+    raise PeerFault(E_CHUNK, "unknown stream coder", expected="0, 1 or 3", got=coder)
+
+
+def _unzstd(data: memoryview, count: int) -> bytes:
     try:
         stated = zstandard.get_frame_parameters(data).content_size
         if stated != count:

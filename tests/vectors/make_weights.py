@@ -20,7 +20,7 @@ from protocol import canonical
 from protocol.envelope import Envelope
 from protocol.identity import Identity
 from protocol.messages import CheckpointHead, CheckpointManifest, ChunkRef
-from protocol.weights.chunk import chunk_output
+from protocol.weights.chunk import Method, chunk_output
 from protocol.weights.diff import encode_anchor, encode_diff
 from protocol.weights.layout import Layout, State, copy_state
 from protocol.weights.state_root import leaf_list, root_of
@@ -147,6 +147,10 @@ def diffs() -> None:
         where = rng.random(array.size) < 0.05
         array[where] += rng.choice([1, -1, 2], int(where.sum())).astype(array.dtype)
     _diff("sparse", wide, before, after)
+    _diff("gaps", wide, before, after, Method.GAP)
+    _diff("classes", wide, before, after, Method.XC)
+    _diff("classes-every-word", wide, before, {name: ~array for name, array in before.items()}, Method.XC)
+    _diff("classes-zeros-and-nans", SMALL, old, every, Method.XC)
     chunks = encode_anchor(SMALL, old)
     write("weight-diff", "anchor", {
         "kind": "anchor", "layout": SMALL.to_bytes().decode(), "new": hexed(old), "chunks": [c.hex() for c in chunks],
@@ -154,8 +158,8 @@ def diffs() -> None:
     })
 
 
-def _diff(name: str, layout: Layout, old: State, new: State) -> None:
-    chunks = encode_diff(layout, old, new)
+def _diff(name: str, layout: Layout, old: State, new: State, method: Method | None = None) -> None:
+    chunks = encode_diff(layout, old, new, method=method)
     write("weight-diff", name, {
         "kind": "diff", "layout": layout.to_bytes().decode(), "old": hexed(old), "new": hexed(new),
         "chunks": [c.hex() for c in chunks], "max_output_bytes": [chunk_output(c) for c in chunks],
@@ -171,6 +175,18 @@ def bad_diffs() -> None:
 
     def stream(data: bytes, coder: int = 0) -> bytes:
         return struct.pack("<BI", coder, len(data)) + data
+
+    def xc(
+        classes: list[tuple[int, int, int]], gaps: bytes = b"\0\0", magnitudes: bytes = b"\0\0", bits: bytes = b"\0",
+        bits_coder: int = 0,
+    ) -> bytes:
+        """Two changes among four words; classes are (first key, population, changes)."""
+        body, at = b"".join(struct.pack("<BII", *record) for record in classes), 0
+        for _, _, count in classes:
+            if count:
+                body += stream(gaps[at : at + count]) + stream(magnitudes[at : at + count])
+                at += count
+        return chunk(segment(0, 8, 3, 2, (len(classes), 0), 2) + body + stream(bits, bits_coder))
 
     pack = zstandard.ZstdCompressor().compress
     gap = segment(0, 8, 2, 2, (1, 1), 2)
@@ -195,7 +211,20 @@ def bad_diffs() -> None:
         "zstd-bomb": ([chunk(gap + stream(pack(bytes(2**24)), 1) + two)], "E_CHUNK"),
         "zstd-two-frames": ([chunk(gap + stream(pack(bytes(2)) * 2, 1) + two)], "E_CHUNK"),
         "more-than-stated": ([chunk(segment(0, 8, 1, 2, (0, 0), 4))], "E_CHUNK_LIMIT"),
-        "exponent-classes": ([chunk(segment(0, 8, 3, 2, (0, 0), 1))], "E_CHUNK"),
+        "unknown-method": ([chunk(segment(0, 8, 4, 2, (0, 0), 1))], "E_CHUNK"),
+        "fill-of-two-bytes": ([chunk(gap + stream(b"\0\0", 3) + two)], "E_CHUNK"),
+        "classes-not-from-0": ([xc([(1, 4, 2)])], "E_CHUNK"),
+        "classes-not-ascending": ([xc([(0, 2, 1), (0, 2, 1)])], "E_CHUNK"),
+        "classes-too-many": ([chunk(segment(0, 8, 3, 2, (17, 0), 1) + bytes(9 * 17))], "E_CHUNK"),
+        "classes-populations": ([xc([(0, 5, 2)])], "E_CHUNK"),
+        "classes-counts": ([xc([(0, 4, 1)])], "E_CHUNK"),
+        "classes-gap-leads-out": ([xc([(0, 3, 2), (128, 1, 0)], gaps=b"\1\1")], "E_CHUNK"),
+        "classes-unknown-token": ([xc([(0, 4, 2)], gaps=b"\0\x80")], "E_CHUNK"),
+        "classes-bits-missing": ([xc([(0, 4, 2)], bits=b"")], "E_CHUNK"),
+        "classes-padding-set": ([xc([(0, 4, 2)], bits=b"\x04")], "E_CHUNK"),
+        "classes-bits-coded": ([xc([(0, 4, 2)], bits_coder=3)], "E_CHUNK"),
+        "classes-step-of-zero": ([xc([(0, 4, 2)], magnitudes=b"\x3f\0", bits=b"\xff\x7f")], "E_CHUNK"),
+        "classes-of-another-state": ([xc([(0, 2, 1), (128, 2, 1)])], "E_CHUNK"),
     }
     layout = Layout.of({"w": ("BF16", (2, 2))})
     for name, (chunks, error) in cases.items():

@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 
 from protocol.errors import AssayError, PeerFault
 from protocol.messages import ChunkRef
-from protocol.weights.chunk import MAX_CHUNK_BYTES, ChunkWriter, Kind, chunk_output, encode_full
-from protocol.weights.diff import decode_anchor, decode_diff, encode_anchor, encode_diff
-from protocol.weights.layout import Layout
-from tests.fakes.checkpoints import LAYOUT, changed, random_bits
+from protocol.weights.chunk import MAX_CHUNK_BYTES, ChunkWriter, Kind, Method, chunk_output, encode_full
+from protocol.weights.diff import apply_patch, decode_anchor, decode_diff, encode_anchor, encode_diff
+from protocol.weights.layout import Layout, copy_state
+from tests.fakes.checkpoints import LAYOUT, changed, random_bits, same_bits
 
 TINY = Layout.of({"a": ("BF16", (100,))})
 _OLD = random_bits(LAYOUT, np.random.default_rng(7))
 _DIFF = encode_diff(LAYOUT, _OLD, changed(_OLD, np.random.default_rng(8), 0.4, any_bits=True))
+_XC = encode_diff(LAYOUT, _OLD, changed(_OLD, np.random.default_rng(9), 0.3, any_bits=True), method=Method.XC)
 _ANCHOR = encode_anchor(LAYOUT, _OLD)
 
 
@@ -44,6 +45,25 @@ def zstd(data: bytes, **options: object) -> bytes:
     return stream(zstandard.ZstdCompressor(**options).compress(data), 1)  # type: ignore[arg-type]
 
 
+def classes(*records: tuple[int, int, int]) -> bytes:
+    """First key, population and changed words of each class."""
+    return b"".join(struct.pack("<BII", *record) for record in records)
+
+
+def xc2(
+    *records: tuple[int, int, int], gaps: bytes = b"\0\0", magnitudes: bytes = b"\0\0", bits: bytes = b"\0",
+    bits_coder: int = 0,
+) -> bytes:
+    """A chunk with two changes among the 100 words of TINY, both in one class or in two."""
+    at, streams = 0, []
+    for _, _, count in records:
+        if count:
+            streams += [stream(gaps[at : at + count]), stream(magnitudes[at : at + count])]
+            at += count
+    body = segment(0, 200, 3, 2, (len(records), 0), 2, classes(*records), *streams, stream(bits, bits_coder))
+    return chunk(body)
+
+
 GAP2 = (0, 200, 2, 2, (1, 1), 2)  # two changes among the 100 words of TINY
 _TWO = stream(b"\0\0")
 #: name -> (chunk, what the refusal says)
@@ -56,7 +76,7 @@ BAD = {
     "anchor as diff": (chunk(kind=1), "wrong kind"),
     "segments missing": (chunk(count=1), "ends too early"),
     "trailing bytes": (chunk(segment(0, 200, 0, 2, (0, 0), 0)) + b"\0", "after the end"),
-    "unknown method": (chunk(segment(0, 200, 3, 2, (0, 0), 0)), "unknown segment method"),
+    "unknown method": (chunk(segment(0, 200, 4, 2, (0, 0), 0)), "unknown segment method"),
     "unknown width": (chunk(segment(0, 200, 0, 1, (0, 0), 0)), "word size"),
     "no length": (chunk(segment(0, 0, 0, 2, (0, 0), 0)), "wrong length"),
     "odd length": (chunk(segment(0, 199, 0, 2, (0, 0), 0)), "wrong length"),
@@ -85,6 +105,27 @@ BAD = {
     "zstd without length": (
         chunk(segment(*GAP2, zstd(bytes(2), write_content_size=False), _TWO)), "zstd frame of the wrong length"
     ),
+    "empty fill": (chunk(segment(*GAP2, stream(b"", 3), _TWO)), "fill stream"),
+    "long fill": (chunk(segment(*GAP2, stream(b"\0\0", 3), _TWO)), "fill stream"),
+    "xc without changes": (chunk(segment(0, 200, 3, 2, (1, 0), 0, classes((0, 100, 0)), stream(b""))), "do not fit"),
+    "xc without classes": (chunk(segment(0, 200, 3, 2, (0, 0), 1, stream(b"\0"))), "not ascending"),
+    "17 classes": (chunk(segment(0, 200, 3, 2, (17, 0), 1, classes(*[(0, 0, 0)] * 17))), "do not fit"),
+    "xc with a second column": (chunk(segment(0, 200, 3, 2, (1, 1), 1, classes((0, 100, 1)))), "do not fit"),
+    "first class not from 0": (xc2((1, 100, 2)), "not ascending"),
+    "classes out of order": (xc2((0, 50, 1), (0, 50, 1)), "not ascending"),
+    "populations short": (xc2((0, 50, 1), (128, 49, 1)), "do not add up"),
+    "populations long": (xc2((0, 50, 1), (128, 2**32 - 1, 1)), "do not add up"),
+    "counts short": (xc2((0, 50, 1), (128, 50, 0)), "do not add up"),
+    "more changes than members": (xc2((0, 99, 0), (128, 1, 2)), "do not add up"),
+    "gap out of the class": (xc2((0, 3, 2), (128, 97, 0), gaps=b"\1\1"), "out of the class"),
+    "unknown gap token": (xc2((0, 100, 2), gaps=b"\0\x80"), "unknown token"),
+    "unknown magnitude token": (xc2((0, 100, 2), magnitudes=b"\xff\0"), "unknown token"),
+    "extra bits missing": (xc2((0, 100, 2), gaps=b"\x2b\0"), "verbatim bits"),
+    "extra bits left over": (xc2((0, 100, 2), bits=b"\0\0"), "verbatim bits"),
+    "padding set": (xc2((0, 100, 2), bits=b"\x07"), "padding"),
+    "bits coded": (xc2((0, 100, 2), bits=b"\x03", bits_coder=3), "verbatim bits is coded"),
+    "step beyond half a circle": (xc2((0, 100, 2), magnitudes=b"\x40\0", bits=bytes(2)), "step of zero"),
+    "xc step of zero": (xc2((0, 100, 2), magnitudes=b"\x3f\0", bits=b"\xff\x7f"), "step of zero"),
     "two zstd frames": (
         chunk(segment(*GAP2, stream(2 * zstandard.ZstdCompressor().compress(bytes(2)), 1), _TWO)), "not one zstd frame"
     ),
@@ -108,6 +149,33 @@ def test_the_same_by_hand_is_accepted() -> None:
     patch = decode_diff(TINY, [good])
     assert patch.segments[0].positions is not None
     assert patch.segments[0].positions.tolist() == [5, 9]
+
+
+def test_exponent_classes_by_hand() -> None:
+    """Words 0, 2, 4 ... are 1.0, the others 2^-10; the second 1.0 and the third and fifth 2^-10 change."""
+    layout = Layout.of({"a": ("BF16", (10,))})
+    old = {"a": np.array([0x3F80, 0x3A80] * 5, "<u2")}
+    records = classes((0, 5, 2), (120, 5, 1))
+    body = segment(
+        0, 20, 3, 2, (2, 0), 3, records, stream(b"\2\1"), stream(b"\0\1"), stream(b"\1"), stream(b"\x10"),
+        stream(b"\x11"),
+    )
+    assert struct.unpack("<I", body[20:24]) == (3,)
+    new = {"a": old["a"].copy()}
+    apply_patch(layout, new, decode_diff(layout, [chunk(body)]))
+    assert [int(x) for x in new["a"] - old["a"]] == [0, 0, 18, 0, 0, 0xFFFF, 0, 0, 0, 0xFFFE]
+
+
+def test_a_diff_for_another_state_is_refused_before_anything_is_written() -> None:
+    old = {"a": np.array([0x3F80, 0x3A80] * 50, "<u2")}
+    data = xc2((0, 50, 1), (120, 50, 1))
+    apply_patch(TINY, {"a": old["a"].copy()}, decode_diff(TINY, [data]))
+    for other in (old["a"] + np.uint16(0x600) * (np.arange(100) == 7), np.zeros(100, "<u2")):
+        live = {"a": other.astype("<u2")}
+        with pytest.raises(PeerFault) as caught:
+            apply_patch(TINY, live, decode_diff(TINY, [data]))
+        assert caught.value.code == "E_CHUNK"
+        assert (live["a"] == other).all()
 
 
 def test_a_lying_zstd_header_is_refused() -> None:
@@ -179,10 +247,15 @@ def test_chunks_out_of_order_missing_or_twice_are_refused() -> None:
 
 
 def _attempt(diff: bytes | None, anchor: bytes | None) -> None:
-    """Decoding may fail, but only in our words."""
+    """Decoding and applying may fail, but only in our words, and nothing is left half written."""
+    live = copy_state(_OLD)
     try:
         if diff is not None:
-            decode_diff(LAYOUT, [diff])
+            patch = decode_diff(LAYOUT, [diff])
+            try:
+                apply_patch(LAYOUT, live, patch).revert(live)
+            finally:
+                assert same_bits(live, _OLD)
         if anchor is not None:
             decode_anchor([anchor], LAYOUT)
     except AssayError as error:
@@ -191,7 +264,7 @@ def _attempt(diff: bytes | None, anchor: bytes | None) -> None:
 
 @given(st.data())
 def test_mutated_chunks_raise_only_our_errors(data: st.DataObject) -> None:
-    original = data.draw(st.sampled_from([_DIFF[0], _ANCHOR[0]]))
+    original = data.draw(st.sampled_from([_DIFF[0], _XC[0], _ANCHOR[0]]))
     mutated = bytearray(original)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(mutated) - 1))
@@ -208,7 +281,7 @@ def test_random_bytes_raise_only_our_errors(data: bytes) -> None:
 
 
 def test_every_single_byte_flip_raises_only_our_errors() -> None:
-    for original in (_DIFF[0], _ANCHOR[0]):
+    for original in (_DIFF[0], _XC[0], _ANCHOR[0]):
         for at in range(len(original)):
             _attempt(original[:at] + bytes([original[at] ^ 0x55]) + original[at + 1 :], None)
             _attempt(None, original[:at] + bytes([original[at] ^ 0x55]) + original[at + 1 :])

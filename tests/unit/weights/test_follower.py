@@ -321,7 +321,7 @@ def test_bad_chunks_are_caught_before_they_are_decoded(
     def never(*args: object) -> None:
         raise AssertionError("unverified bytes reached the decoder")
 
-    monkeypatch.setattr("protocol.weights.diff.decode_chunk", never)
+    monkeypatch.setattr("protocol.weights.diff.open_chunk", never)
     refused("E_OBJECT_HASH", lambda: follower.advance(learner.envelopes[4:5]))
     assert follower.version == start
     monkeypatch.undo()

@@ -48,7 +48,7 @@ def _filled(layout: Layout) -> State:
 
 def test_there_are_cases() -> None:
     counts = {folder: len(_cases(folder)) for folder in ("layout", "state-root", "weight-diff", "checkpoint")}
-    assert counts == {"layout": 14, "state-root": 5, "weight-diff": 25, "checkpoint": 19}
+    assert counts == {"layout": 14, "state-root": 5, "weight-diff": 42, "checkpoint": 19}
 
 
 @pytest.mark.parametrize("path", _cases("layout"))
@@ -85,7 +85,7 @@ def test_weight_diff(path: Path) -> None:
     ]
     if error:
         with pytest.raises(PeerFault) as caught:
-            decode_diff(layout, chunks, refs)
+            apply_patch(layout, _state(layout, case["old"]), decode_diff(layout, chunks, refs))
         assert caught.value.code == error
         return
     new = _state(layout, case["new"])

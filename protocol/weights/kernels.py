@@ -1,0 +1,118 @@
+"""The codec's hot loops, compiled where numba is at hand; in numpy, with the same results, where it is not.
+
+Everything here delegates to :mod:`classes` and :mod:`tokens`, or to the kernels of ``codec_jit``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.weights import classes, tokens
+from protocol.weights.classes import Changes
+
+
+@cache
+def compiled() -> ModuleType | None:
+    """The numba kernels, or None where numba is missing or has nowhere to cache; results are the same either way."""
+    try:
+        from protocol.weights import codec_jit
+    except (ImportError, RuntimeError):
+        return None
+    return codec_jit
+
+
+def scan(old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]], firsts: NDArray[np.uint8]) -> Changes:
+    """See :func:`classes.scan`."""
+    kernel = compiled()
+    if kernel is None:
+        return classes.scan(old, new, firsts)
+    words = old[0].dtype
+    size = sum(map(len, old))  # pages that are never written take no memory
+    which, gaps, folded = np.empty(size, np.uint8), np.empty(size, np.uint32), np.empty(size, words)
+    populations, previous = np.zeros(len(firsts), np.int64), np.full(len(firsts), -1, np.int64)
+    state = *_registers(firsts), populations, previous, which, gaps, folded
+    n = 0
+    for before, after in zip(old, new, strict=True):
+        n = kernel.scan_piece(_aligned(before), _aligned(after), *_bits(words), *state, n)
+    counts = np.bincount(which[:n], minlength=len(firsts))
+    sorted_gaps, sorted_folded = np.empty(n, np.uint32), np.empty(n, words)
+    kernel.by_class(which[:n], gaps[:n], folded[:n], np.cumsum(counts) - counts, sorted_gaps, sorted_folded)
+    return Changes(firsts, populations, counts, sorted_gaps, sorted_folded)
+
+
+def find(old: Sequence[NDArray[Any]], changes: Changes) -> list[tuple[NDArray[np.uint32], NDArray[Any]]] | None:
+    """See :func:`classes.find`."""
+    kernel = compiled()
+    if kernel is None:
+        return classes.find(old, changes)
+    words, count = changes.folded.dtype, len(changes.gaps)
+    where, new = np.empty(count, np.uint32), np.empty(count, words)
+    ends = np.cumsum(changes.counts)
+    following = ends - changes.counts
+    left = np.full(len(ends), 2**62, np.int64)
+    left[changes.counts > 0] = changes.gaps[following[changes.counts > 0]]
+    populations = np.zeros(len(ends), np.int64)
+    found: list[tuple[NDArray[np.uint32], NDArray[Any]]] = []
+    at = 0
+    for piece in old:
+        n = kernel.find_piece(
+            _aligned(piece), *_bits(words), *_registers(changes.firsts), changes.gaps, changes.folded, left, following,
+            ends, populations, where[at:], new[at:],
+        )
+        found.append((where[at : at + n], new[at : at + n]))
+        at += n
+    return found if (populations == changes.populations).all() else None
+
+
+def tokens_of(values: NDArray[np.uint32]) -> NDArray[np.uint8]:
+    """See :func:`tokens.tokens_of`."""
+    kernel = compiled()
+    if kernel is None:
+        return tokens.tokens_of(values)
+    found = np.empty(len(values), np.uint8)
+    kernel.tokenise(values, found)
+    return found
+
+
+def pack_bits(values: NDArray[np.uint32], widths: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """See :func:`tokens.pack_bits`."""
+    kernel = compiled()
+    if kernel is None:
+        return tokens.pack_bits(values, widths)
+    data = np.zeros(-(-int(widths.sum(dtype=np.int64)) // 8), np.uint8)
+    kernel.pack(values, widths, data)
+    return data
+
+
+def unpack_bits(data: NDArray[np.uint8], widths: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """See :func:`tokens.unpack_bits`."""
+    kernel = compiled()
+    if kernel is None:
+        return tokens.unpack_bits(data, widths)
+    values = np.empty(len(widths), np.uint32)
+    kernel.unpack(data, widths, values)
+    return values
+
+
+def _registers(firsts: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint8]]:
+    """(256,) what a word of each key adds to the two registers, and its class."""
+    table = classes.table_of(firsts)
+    ones = np.uint64(1) << (table.astype(np.uint64) % np.uint64(8) * np.uint64(8))
+    zero = np.uint64(0)
+    return np.where(table < 8, ones, zero), np.where(table >= 8, ones, zero), table
+
+
+def _bits(words: np.dtype[Any]) -> tuple[np.uint64, np.uint64]:
+    """How far right the key lies, and the sign bit."""
+    bits = 8 * words.itemsize
+    return np.uint64(bits - 9), np.uint64(1 << (bits - 1))
+
+
+def _aligned(words: NDArray[Any]) -> NDArray[Any]:
+    return np.require(words, requirements="A")

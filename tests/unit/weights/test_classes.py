@@ -1,0 +1,117 @@
+"""Exponent classes and their kernels: compiled and in numpy they give the same, for any bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from protocol.weights import classes, kernels, tokens
+from protocol.weights.classes import MAX_CLASSES, Changes
+
+_LENGTHS = (1000, 0, 1, 127, 128, 5000)
+
+
+def _pieces(rng: np.random.Generator, words: str, density: float) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
+    top = 2 ** (8 * np.dtype(words).itemsize)
+    old = [rng.integers(0, top, n, dtype=np.uint64).astype(words) for n in _LENGTHS]
+    new = []
+    for piece in old:
+        other = rng.integers(0, top, len(piece), dtype=np.uint64).astype(words)
+        new.append(np.where(rng.random(len(piece)) < density, other, piece))
+    return old, new
+
+
+def _same(a: Changes, b: Changes) -> None:
+    for name in ("firsts", "populations", "counts", "gaps", "folded"):
+        left, right = getattr(a, name), getattr(b, name)
+        assert left.dtype == right.dtype
+        assert (left == right).all()
+
+
+@pytest.mark.parametrize("words", ["<u2", "<u4"])
+@pytest.mark.parametrize("density", [0.0, 0.002, 0.05, 0.5, 1.0])
+def test_kernels_agree_with_numpy(rng: np.random.Generator, words: str, density: float) -> None:
+    assert kernels.compiled() is not None
+    for classes_wanted in (1, 2, 7, 8, 9, MAX_CLASSES):
+        old, new = _pieces(rng, words, density)
+        firsts = np.sort(np.append(rng.choice(255, classes_wanted - 1, replace=False) + 1, 0)).astype(np.uint8)
+        changes = classes.scan(old, new, firsts)
+        _same(changes, kernels.scan(old, new, firsts))
+        assert changes.populations.sum() == sum(_LENGTHS)
+        found, compiled = classes.find(old, changes), kernels.find(old, changes)
+        assert found is not None
+        assert compiled is not None
+        for before, after, (where, values), (where_2, values_2) in zip(old, new, found, compiled, strict=True):
+            assert where.dtype == where_2.dtype
+            assert where.tolist() == where_2.tolist() == np.flatnonzero(before != after).tolist()
+            assert values.tolist() == values_2.tolist() == after[where].tolist()
+
+
+def test_changes_of_another_state_are_noticed(rng: np.random.Generator) -> None:
+    old, new = _pieces(rng, "<u2", 0.1)
+    changes = classes.scan(old, new, np.array([0, 100, 200], np.uint8))
+    other = [piece.copy() for piece in old]
+    other[0][3] ^= np.uint16(0x4000)
+    for find in (classes.find, kernels.find):
+        assert find(old, changes) is not None
+        assert find(other, changes) is None
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_chosen_classes_follow_the_exponent(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """Small weights all change, large ones never: the border is where classes part."""
+    if not compiled:
+        monkeypatch.setattr(kernels, "compiled", lambda: None)
+    old = rng.integers(110 << 7, 130 << 7, 50_000).astype("<u2")
+    new = np.where(old >> 7 < 117, old + np.uint16(1), old).astype("<u2")
+    firsts = classes.choose([old], [new])
+    assert firsts[0] == 0
+    assert 117 in firsts.tolist()
+    assert len(firsts) <= MAX_CLASSES
+    changes = kernels.scan([old], [new], firsts)
+    assert all(count in {0, n} for count, n in zip(changes.counts, changes.populations, strict=True))
+
+
+def test_classes_are_few_where_they_do_not_pay(rng: np.random.Generator) -> None:
+    old = rng.integers(0, 2**16, 4000).astype("<u2")
+    new = old ^ (rng.random(4000) < 0.001).astype("<u2")
+    assert len(classes.choose([old], [new])) == 1
+
+
+def test_large_segments_are_sampled(rng: np.random.Generator) -> None:
+    n = classes._SAMPLED_WORDS
+    old = rng.integers(110 << 7, 130 << 7, n).astype("<u2")
+    new = np.where(old >> 7 < 117, old + np.uint16(1), old).astype("<u2")
+    assert 117 in classes.choose([old], [new]).tolist()
+    assert 117 in classes.choose([old[: n - 5], old[:5]], [new[: n - 5], new[:5]]).tolist()
+
+
+_NUMBERS = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**32 - 1)), max_size=50)
+
+
+@given(_NUMBERS)
+def test_tokens_and_bits_hold_every_number(numbers: list[int]) -> None:
+    values = np.array(numbers, np.uint32)
+    named = tokens.tokens_of(values)
+    widths = tokens.EXTRA_BITS[named]
+    packed = tokens.pack_bits(values, widths)
+    assert (kernels.tokens_of(values) == named).all()
+    assert (kernels.pack_bits(values, widths) == packed).all()
+    for unpack in (tokens.unpack_bits, kernels.unpack_bits):
+        assert (tokens.BASES[named] + unpack(packed, widths) == values).all()
+    assert (named < tokens.MAX_TOKENS).all()
+
+
+def test_every_token_begins_where_the_one_before_ends() -> None:
+    bases, bits = tokens.BASES[: tokens.MAX_TOKENS], tokens.EXTRA_BITS[: tokens.MAX_TOKENS]
+    ends = bases.astype(np.int64) + (1 << bits.astype(np.int64))
+    assert ends[:-1].tolist() == bases[1:].tolist()
+    assert ends[-1] == 2**32
+    assert tokens.tokens_of(bases).tolist() == list(range(tokens.MAX_TOKENS))
