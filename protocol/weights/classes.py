@@ -53,7 +53,8 @@ class Changes:
 def keys_of(words: NDArray[Any]) -> NDArray[np.uint8]:
     """(n,) key of each word."""
     bits = 8 * words.dtype.itemsize
-    return (words >> words.dtype.type(bits - 9)).astype(np.uint8)
+    keys: NDArray[np.uint8] = (words >> words.dtype.type(bits - 9)).astype(np.uint8)
+    return keys
 
 
 def table_of(firsts: NDArray[np.uint8]) -> NDArray[np.uint8]:

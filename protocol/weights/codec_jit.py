@@ -97,9 +97,9 @@ def scan_piece(
                 n += 1
             a += low[key]
             b += high[key]
-        for c in range(len(populations_C)):
-            lane = a if c < 8 else b
-            populations_C[c] += np.int64((lane >> np.uint64((c & 7) << 3)) & _U255)
+        for k in range(len(populations_C)):
+            lane = a if k < 8 else b
+            populations_C[k] += np.int64((lane >> np.uint64((k & 7) << 3)) & _U255)
     return n
 
 
@@ -134,7 +134,7 @@ def find_piece(
             a += low[key]
             b += high[key]
             if (a | b) & _ALARM:
-                c = np.int64(table[key])
+                c = int(table[key])
                 populations_C[c] += np.int64(_U127 - begin_C[c]) + 1
                 where[n] = np.uint32(i)
                 words[n] = _unfold(np.uint64(old[i]), np.uint64(folded[next_C[c]]), top)

@@ -253,8 +253,10 @@ class CheckpointFollower:
         state = self.state
         before = self._held()
         refs = link.manifest.diff
-        undo = apply_patch(self.layout, state, decode_diff(self.layout, self._chunks(refs), refs))
+        patch = decode_diff(self.layout, self._chunks(refs), refs, threads=self._threads)
+        undo = Undo()
         try:
+            undo = apply_patch(self.layout, state, patch, threads=self._threads)
             self._check_root(link, state)
         except BaseException as error:
             undo.revert(state)

@@ -44,7 +44,8 @@ def unpack_bits(data: NDArray[np.uint8], widths: NDArray[np.uint8]) -> NDArray[n
     shifts, ends = _spread(widths)
     bits = np.unpackbits(data, count=len(shifts), bitorder="little").astype(np.uint64) << shifts
     totals = np.concatenate([np.zeros(1, np.uint64), np.cumsum(bits, dtype=np.uint64)])
-    return (totals[ends] - totals[ends - widths]).astype(np.uint32)
+    values: NDArray[np.uint32] = (totals[ends] - totals[ends - widths]).astype(np.uint32)
+    return values
 
 
 def _spread(widths: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[np.int64]]:
