@@ -82,7 +82,7 @@ TINY: Final = Preset(
 SMOLLM2: Final = Preset(
     name="smollm2",
     model="smollm2",
-    environments=(Environment(name="arithmetic", kind="arithmetic", params={"max_term": 10}),),
+    environments=(Environment(name="arithmetic", kind="arithmetic", params={"max_term": 10, "plain_percent": 40}),),
     sampling=SamplingPreset(temperature_milli=700, head_size=32, swap_grid=4, max_new_tokens=14),
     batch=BatchRules(
         groups_per_batch=6, group_size=8, samples_per_lease=4, max_lag_versions=3, max_versions=12, lease_ms=180_000
@@ -96,7 +96,7 @@ SMOLLM2: Final = Preset(
 #: GSM8K with the same model: long rollouts that seldom earn a reward, so fewer of them.
 SMOLLM2_GSM8K: Final = SMOLLM2.model_copy(
     update={
-        "environments": (Environment(name="gsm8k", kind="gsm8k", params={"max_question_chars": 240}),),
+        "environments": (Environment(name="gsm8k", kind="gsm8k", params={"max_question_chars": 240, "max_steps": 2}),),
         "sampling": SamplingPreset(temperature_milli=600, head_size=32, swap_grid=8, max_new_tokens=64),
         "batch": SMOLLM2.batch.model_copy(update={"groups_per_batch": 6, "group_size": 8, "max_versions": 6}),
     }

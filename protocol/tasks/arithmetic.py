@@ -11,7 +11,9 @@ from protocol.tasks.task import FULL_REWARD_MICRO, Problem, draws_for, int_param
 from protocol.tokenizer import ChatTurn, Tokenizer
 
 #: What the model is told to do. Short answers keep rollouts short and leave the working in plain sight.
-INSTRUCTION: Final = "You answer with one equation."
+INSTRUCTION: Final = "You are a calculator."
+#: Ends every question; the smallest models forget an instruction that stands further away.
+REMINDER: Final = " Write only the equation."
 #: Two answered questions before the real one; they show the form and no more.
 EXAMPLES: Final = (
     ("Sam has 4 pens and buys 3 more. How many pens does Sam have now?", "4 + 3 = 7"),
@@ -40,12 +42,15 @@ PRODUCTS: Final = (
     "{name} buys {b} {things} every day for {a} days. How many {things} does {name} buy?",
 )
 
+#: The same without a story, which a model of a hundred million parameters mostly gets right.
+PLAIN: Final = "What is {a} {things} plus {b} {things}?"
+
 _OPENING: Final[tuple[ChatTurn, ...]] = (
     {"role": "system", "content": INSTRUCTION},
     *(
         {"role": role, "content": text}
         for pair in EXAMPLES
-        for role, text in zip(("user", "assistant"), pair, strict=True)
+        for role, text in (("user", pair[0] + REMINDER), ("assistant", pair[1]))
     ),
 )
 
@@ -54,23 +59,27 @@ class ArithmeticTask:
     """One-step word problems.
 
     Parameters: ``max_term`` (largest term of a sum), ``max_factor`` (largest factor of a product; 0 leaves
-    products out).
+    products out), ``plain_percent`` (share of questions that are a sum without a story around it).
     """
 
     def __init__(self, environment: Environment, run_id: str) -> None:
-        refuse_unknown_params(environment, ("max_term", "max_factor"))
+        refuse_unknown_params(environment, ("max_term", "max_factor", "plain_percent"))
         self._environment, self._run_id = environment, run_id
         self._max_term = int_param(environment, "max_term", 10, 3, 1_000_000)
         self._max_factor = int_param(environment, "max_factor", 0, 0, 1000)
+        self._plain_percent = int_param(environment, "plain_percent", 0, 0, 100)
 
     def problem(self, group: int) -> Problem:
         """A story with numbers, names and things drawn at random."""
         question, answer = self._story(draws_for(self._run_id, self._environment, group))
-        return Problem((*_OPENING, {"role": "user", "content": question}), str(answer))
+        return Problem((*_OPENING, {"role": "user", "content": question + REMINDER}), str(answer))
 
     def _story(self, draws: Draws) -> tuple[str, int]:
         name, other = draws.sample(NAMES, 2)
         things = draws.choice(THINGS)
+        if draws.below(100) < self._plain_percent:
+            a, b = draws.between(2, self._max_term), draws.between(2, self._max_term)
+            return PLAIN.format(things=things, a=a, b=b), a + b
         kind = draws.below(3 if self._max_factor >= 2 else 2)
         if kind == 0:
             a, b = draws.between(2, self._max_term), draws.between(2, self._max_term)

@@ -21,7 +21,7 @@ def arithmetic(**params: int | str) -> Task:
     return make_task(Environment(name="arithmetic", kind="arithmetic", params=params), None, RUN)
 
 
-@pytest.mark.parametrize("params", [{}, {"max_term": 9}, {"max_term": 100, "max_factor": 12}])
+@pytest.mark.parametrize("params", [{}, {"max_term": 9}, {"plain_percent": 30}, {"max_term": 100, "max_factor": 12}])
 def test_answers_follow_from_the_numbers_of_the_question(params: dict[str, int | str]) -> None:
     task = arithmetic(**params)
     kinds = set()
@@ -36,6 +36,13 @@ def test_answers_follow_from_the_numbers_of_the_question(params: dict[str, int |
         assert task.reward_micro(problem, f"It is {problem.answer}.") == FULL_REWARD_MICRO
         assert task.reward_micro(problem, f"It is {problem.answer} or {int(problem.answer) + 1}.") == 0
     assert {"sum", "difference"} <= kinds
+
+
+def test_a_share_of_the_questions_is_plain() -> None:
+    task = arithmetic(plain_percent=50)
+    plain = sum("What is" in str(task.problem(group).prompt) for group in range(400))
+    assert 150 < plain < 250
+    assert not any("What is" in str(arithmetic().problem(group).prompt) for group in range(50))
 
 
 def test_questions_vary() -> None:
