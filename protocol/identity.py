@@ -48,6 +48,11 @@ class Identity:
     def __repr__(self) -> str:
         return f"Identity({self.id[:16]})"
 
+    @property
+    def seed(self) -> bytes:
+        """The 32-byte secret, for a library that signs by itself."""
+        return bytes(self._key)
+
     def sign(self, message: bytes) -> bytes:
         """The 64-byte Ed25519 signature of ``message``."""
         return self._key.sign(message).signature

@@ -1,6 +1,7 @@
 """Who may import whom, and what must stay light (ARCHITECTURE.md, "Parts")."""
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,9 +14,11 @@ PARTS = ("node", "verifier", "learner", "coordinator")
 #: Never imported by protocol outside protocol/reference, not even inside a function.
 HEAVY = ("torch", "transformers", "vllm", "fastapi")
 #: Third parties that only their carrier module may import.
-CARRIERS = {"boto3": "protocol/store_s3.py", "botocore": "protocol/store_s3.py", "libp2p": "protocol/swarm.py"}
+CARRIERS = {"boto3": "protocol/store_s3.py", "botocore": "protocol/store_s3.py", "libp2p": "protocol/swarm/"}
 #: The one torch form of the sampler; it is imported only by those who have torch already.
 TORCH_FORMS = ("protocol/sampler_torch.py",)
+#: What runs in the swarm's own loop; it is imported only where the extra "swarm" is installed.
+IN_THE_SWARM = ("ask", "host", "line", "serve")
 
 
 @cache
@@ -86,6 +89,8 @@ def light_modules(root: Path) -> list[str]:
     files = sorted((root / "protocol").rglob("*.py"))
     names = [".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for file in files]
     skipped = tuple(Path(form).with_suffix("").as_posix().replace("/", ".") for form in TORCH_FORMS)
+    if importlib.util.find_spec("libp2p") is None:
+        skipped += tuple(f"protocol.swarm.{name}" for name in IN_THE_SWARM)
     return [name for name in names if not name.startswith(("protocol.reference", *skipped))]
 
 
