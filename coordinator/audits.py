@@ -7,7 +7,7 @@ from typing import Final
 from sqlalchemy import and_, select
 from sqlalchemy.orm import Session
 
-from coordinator import counters, drills, event_log, ledger
+from coordinator import counters, drills, event_log, ledger, scrutiny
 from coordinator.config import CoordinatorConfig
 from coordinator.discipline import Discipline
 from coordinator.groups import LIVE, Groups
@@ -15,7 +15,8 @@ from coordinator.models import Group, Lease, Node, Receipt, ReceiptState, Unit
 from coordinator.models import Verdict as VerdictRow
 from coordinator.run import Run
 from coordinator.verdict_rules import check_verdict
-from protocol.api import Ack, AuditJob, ClaimReply
+from protocol import statistics
+from protocol.api import E_NODE_EVIDENCE, E_UNCALIBRATED, Ack, AuditJob, ClaimReply
 from protocol.envelope import Envelope
 from protocol.errors import E_NOT_FOUND, LocalFault, code
 from protocol.messages import AuditClaim, Verdict
@@ -32,6 +33,7 @@ class Audits:
 
     def __init__(self, run: Run, groups: Groups, discipline: Discipline, config: CoordinatorConfig):
         self._run, self._groups, self._discipline, self._config = run, groups, discipline, config
+        self._alarm = statistics.alarm_milli(run.manifest.audit)
 
     def claim(self, session: Session, envelope: Envelope, now_ms: int) -> ClaimReply:
         """The next job of a verifier, which holds one at a time: whatever it claimed before goes back.
@@ -103,23 +105,54 @@ class Audits:
 
     def _job(self, session: Session, receipt: Receipt) -> AuditJob:
         lease, node = session.get_one(Lease, receipt.lease_id), session.get_one(Node, receipt.node_id)
+        doubtful = node.evidence_milli >= statistics.unconfirmed_limit(self._alarm)
         return AuditJob(
             receipt=Envelope.from_bytes(receipt.envelope), commitment=Envelope.from_bytes(receipt.commitment),
-            lease=Envelope.from_bytes(lease.envelope), drawn=receipt.drawn, node_profile=node.profile,
-            node_public_key=node.public_key, attempt=receipt.claims, deadline_ms=receipt.available_ms,
+            lease=Envelope.from_bytes(lease.envelope), drawn=receipt.drawn or receipt.review, node_profile=node.profile,
+            node_public_key=node.public_key, confirm=doubtful, attempt=receipt.claims, deadline_ms=receipt.available_ms,
         )
 
     def _passed(self, session: Session, receipt: Receipt, verdict: Verdict, now_ms: int) -> None:
         node = session.get_one(Node, receipt.node_id)
         receipt.state, receipt.decided_ms = ReceiptState.PASS, now_ms
+        node.audited_passes += 1 if "T2" in verdict.tiers else 0
+        if not receipt.review:
+            self._accept(session, receipt, verdict, node, now_ms)
+        self._weigh(session, receipt, verdict, node, now_ms)
+
+    def _accept(self, session: Session, receipt: Receipt, verdict: Verdict, node: Node, now_ms: int) -> None:
         receipt.rewards = {str(s): r for s, r in zip(verdict.samples, verdict.rewards_micro, strict=True)}
         node.accepted += receipt.rollouts
-        node.audited_passes += 1 if "T2" in verdict.tiers else 0
         counters.add(session, "rollouts_accepted", receipt.rollouts)
+        scrutiny.note_rewards(session, self._run.manifest.audit, receipt, node, now_ms)
         if receipt.shadow:
             return
         ledger.pend(session, receipt, now_ms)
         self._groups.verified(session, receipt, now_ms)
+
+    def _weigh(self, session: Session, receipt: Receipt, verdict: Verdict, node: Node, now_ms: int) -> None:
+        """Add a verdict's evidence to the node's sum; at the alarm the node is banned."""
+        if not verdict.evidence:
+            return
+        before = node.evidence_milli
+        for rollout in verdict.evidence:
+            confirmed = "T3" in verdict.tiers
+            node.evidence_milli = statistics.advance(
+                node.evidence_milli, rollout.llr_milli, self._alarm, confirmed=confirmed
+            )
+            node.evidence_rollouts += 1
+        after = node.evidence_milli
+        body = {"receipt_id": receipt.id, "node_id": node.id, "before_milli": before, "after_milli": after}
+        event_log.append(session, now_ms, "evidence", body)
+        if after < self._alarm:
+            return
+        drills.note_failure(session, receipt, E_NODE_EVIDENCE, now_ms)
+        counters.add_reason(session, node.id, E_NODE_EVIDENCE)
+        reason = (
+            f"evidence of {after / 1000:.2f} nats over {node.evidence_rollouts} audited rollouts, "
+            f"alarm at {self._alarm / 1000:.2f}"
+        )
+        self._discipline.ban(session, node, now_ms, code=E_NODE_EVIDENCE, reason=reason, receipt_id=receipt.id)
 
     def _failed(self, session: Session, receipt: Receipt, verdict: Verdict, now_ms: int) -> None:
         node, found = session.get_one(Node, receipt.node_id), verdict.code or ""
@@ -136,14 +169,32 @@ class Audits:
     def _inconclusive(self, session: Session, receipt: Receipt, found: str, now_ms: int) -> None:
         receipt.inconclusive += 1
         receipt.code = found
+        if found == E_UNCALIBRATED and not receipt.review:
+            self._decline(session, receipt, now_ms)
+            return
         if receipt.inconclusive >= self._config.max_inconclusive:
             self._set_aside(session, receipt, found, now_ms)
             return
         receipt.state = ReceiptState.PENDING
         receipt.available_ms = now_ms + self._config.requeue_ms * 2 ** (receipt.inconclusive - 1)
 
+    def _decline(self, session: Session, receipt: Receipt, now_ms: int) -> None:
+        """Work of an unknown profile that does not fit the run's limits: not used, not punished, offered to others."""
+        node = session.get_one(Node, receipt.node_id)
+        receipt.state, receipt.decided_ms = ReceiptState.ASIDE, now_ms
+        node.inconclusive += receipt.rollouts
+        node.drop_streak += 1  # it is given less work, so that it holds nobody up
+        counters.add(session, "rollouts_inconclusive", receipt.rollouts)
+        counters.add_reason(session, node.id, E_UNCALIBRATED)
+        event_log.append(session, now_ms, "set-aside", {"receipt_id": receipt.id, "code": E_UNCALIBRATED})
+        if not receipt.shadow:
+            self._groups.reopen(session, session.get_one(Unit, receipt.unit_id))
+
     def _set_aside(self, session: Session, receipt: Receipt, found: str, now_ms: int) -> None:
-        """Nobody's fault: the bundle's group is given up without blame."""
+        """Nobody's fault: the bundle's group is given up without blame. A bundle under review stays passed."""
+        if receipt.review:
+            receipt.state, receipt.decided_ms = ReceiptState.PASS, now_ms
+            return
         node, unit = session.get_one(Node, receipt.node_id), session.get_one(Unit, receipt.unit_id)
         receipt.state, receipt.decided_ms, receipt.code = ReceiptState.ASIDE, now_ms, found
         node.inconclusive += receipt.rollouts

@@ -21,6 +21,7 @@ from coordinator.prompts import Prompts
 from coordinator.registry import Registry
 from coordinator.rendezvous import Rendezvous
 from coordinator.run import Run
+from coordinator.screens import Screens
 from coordinator.submissions import Submissions
 from coordinator.uploads import Uploads
 from protocol import evidence as evidence_file
@@ -67,6 +68,7 @@ class Coordinator:
         self.discipline = Discipline(self.groups)
         self.audits = Audits(run, self.groups, self.discipline, config)
         self.batches = Batches(run, self.groups)
+        self.screens = Screens(run)
         self.checkpoints = Checkpoints(run, self.groups)
         self.uploads = Uploads(store, keyring.upload_secret, config)
         self._stop = threading.Event()
@@ -139,6 +141,11 @@ class Coordinator:
         """``POST /v1/updates``."""
         with self.database.write() as session:
             return self.batches.update(session, envelope, self.clock.now_ms())
+
+    def post_screen(self, envelope: Envelope) -> Ack:
+        """``POST /v1/screens``."""
+        with self.database.write() as session:
+            return self.screens.report(session, envelope, self.clock.now_ms())
 
     def admitted(self, limit: int) -> list[AdmittedGroup]:
         """``GET /v1/admitted``."""

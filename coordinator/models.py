@@ -121,6 +121,11 @@ class Node(Base):
     dropped: Mapped[int] = mapped_column(default=0)  #: leases that ran out in its hands
     forfeited: Mapped[int] = mapped_column(default=0)  #: rollouts cancelled because it dropped or held them
     drop_streak: Mapped[int] = mapped_column(default=0)  #: leases dropped since its last submission
+    forced_audits: Mapped[int] = mapped_column(default=0)  #: next bundles that are audited for certain
+    submitted_ms: Mapped[int | None]  #: when it last handed something in
+    reward_micro: Mapped[int] = mapped_column(default=0)  #: sum over its accepted rollouts, 1e-6
+    evidence_milli: Mapped[int] = mapped_column(default=0)  #: sequential log-evidence against it, 1e-3 nats
+    evidence_rollouts: Mapped[int] = mapped_column(default=0)  #: audited rollouts that went into it
 
 
 class NodeReason(Base):
@@ -246,6 +251,7 @@ class Receipt(Base):
     claimed_by: Mapped[str | None]
     claim_nonce: Mapped[str | None]
     inconclusive: Mapped[int] = mapped_column(default=0)  #: verdicts of that kind so far
+    review: Mapped[bool] = mapped_column(default=False)  #: passed once, and looked at again because of an outlier
     rewards: Mapped[dict[str, Any] | None]  #: sample index -> reward in 1e-6, once passed
     decided_ms: Mapped[int | None]
     __table_args__ = (
@@ -321,6 +327,16 @@ class Batch(Base):
     lag_milli: Mapped[int]  #: mean lag in versions over the samples, 1e-3
     update: Mapped[bytes | None]
     metrics: Mapped[dict[str, Any] | None]  #: the learner's own, 1e-6 of their unit
+
+
+class Screen(Base):
+    """What the learner's forward pass said about the nodes of one batch."""
+
+    __tablename__ = "screens"
+    version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    sha256: Mapped[str]
+    envelope: Mapped[bytes]
+    received_ms: Mapped[int]
 
 
 class Event(Base):

@@ -58,7 +58,8 @@ class Registry:
             invites.redeem(session, now_ms, hello.join_token)
             node = self._add(session, node_id, hello, now_ms)
         elif node.profile != hello.profile:
-            node.audited_passes = 0  # a new profile is an unknown one
+            # A new profile is an unknown one: trust and evidence of the old one say nothing about it.
+            node.audited_passes = node.evidence_milli = node.evidence_rollouts = 0
         node.name, node.profile, node.protocol_version = hello.name, hello.profile, hello.protocol_version
         node.last_seen_ms = now_ms
         lift_lapsed_ban(node, now_ms)
@@ -121,7 +122,8 @@ class Registry:
             )
 
     def _check_abilities(self, hello: NodeHello) -> None:
-        if hello.profile not in self._run.profile_names:
+        listed = hello.profile in self._run.profile_names
+        if not listed and not self._run.manifest.audit.unknown_profiles:
             raise PeerFault(
                 E_PROFILE, "this run has no such engine profile", expected=", ".join(sorted(self._run.profile_names)),
                 got=hello.profile,
@@ -171,6 +173,8 @@ def describe(session: Session, nodes: list[Node], head_version: int) -> list[dic
             "reasons": reasons.get(node.id, {}), "credit": credit.get(node.id, {}).get(CreditState.SETTLED, 0),
             "credit_pending": credit.get(node.id, {}).get(CreditState.PENDING, 0), "tokens": node.tokens,
             "dropped": node.dropped, "forfeited": node.forfeited, "audited_passes": node.audited_passes,
+            "forced_audits": node.forced_audits, "evidence_milli": node.evidence_milli,
+            "evidence_rollouts": node.evidence_rollouts,
             "ban_code": node.ban_code, "ban_reason": node.ban_reason, "ban_receipt_id": node.ban_receipt_id,
             "ban_until_ms": node.ban_until_ms, "joined_ms": node.joined_ms, "last_seen_ms": node.last_seen_ms,
         }

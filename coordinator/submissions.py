@@ -7,7 +7,7 @@ import hashlib
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import counters, draw, event_log
+from coordinator import counters, draw, event_log, scrutiny
 from coordinator.epochs import Epochs
 from coordinator.models import Lease, LeaseState, Node, Receipt, ReceiptState, Unit, UnitState
 from coordinator.registry import Registry
@@ -74,7 +74,7 @@ class Submissions:
             epoch_key_sha256=epoch.key_sha256, received_at_ms=now_ms,
         )
         receipt = message.sign(self._identity)
-        rate_ppm = draw.audit_rate_ppm(self._run.manifest.audit, node.audited_passes)
+        rate_ppm = scrutiny.next_rate_ppm(self._run, node, now_ms)
         session.add(
             Receipt(
                 id=message.receipt_id, sha256=receipt.digest, lease_id=lease.id, unit_id=unit.id, node_id=node.id,

@@ -54,6 +54,7 @@ from protocol.messages import (
     LeaseReturn,
     Message,
     NodeHello,
+    ScreenReport,
     UpdateReceipt,
     UploadRequest,
     Verdict,
@@ -248,6 +249,10 @@ class CoordinatorClient:
     def post_update(self, receipt: UpdateReceipt) -> Ack:
         """Report a finished step."""
         return _parse(Ack, self._send("/v1/updates", receipt))
+
+    def post_screen(self, report: ScreenReport) -> Ack:
+        """Report what the learner's forward pass says about the nodes of a batch (T1'); the same one again is fine."""
+        return _parse(Ack, self._send("/v1/screens", report))
 
     # -- carriage ----------------------------------------------------------------------------------------
 

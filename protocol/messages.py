@@ -7,93 +7,21 @@ integers carry their unit in the name (``_milli`` 1e-3, ``_micro`` 1e-6, ``_nano
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from protocol import canonical
-from protocol.envelope import Envelope
-from protocol.errors import E_EXPIRED, E_SCHEMA, E_WRONG_RUN, PeerFault
-from protocol.identity import Identity, key_id
-from protocol.validation import expectation
+from protocol.calibration import CalibrationRecord, Profile, RolloutEvidence
+from protocol.identity import key_id
+from protocol.message import Count, Hex16, Hex32, Message, Millis, Name, Part, Signed, TokenId, parse
 
-Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  #: 32 bytes: a SHA-256, a public key, a key id, a beacon
-Hex16 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  #: 16 bytes: a run, lease or receipt id
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._+-]{0,63}$")]
-Count = Annotated[int, Field(ge=0, lt=2**48)]
-Millis = Annotated[int, Field(ge=0, lt=2**53)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-
-
-_T = TypeVar("_T", bound=BaseModel)
-
-
-def parse(cls: type[_T], value: Any) -> _T:
-    """``value`` as a ``cls``.
-
-    Raises:
-        PeerFault: ``E_SCHEMA``, naming the first field that does not fit.
-    """
-    try:
-        return cls.model_validate_json(canonical.encode(value), strict=True)
-    except (ValidationError, ValueError) as error:
-        if isinstance(error, ValidationError):
-            first = error.errors(include_url=False)[0]
-            where, why = ".".join(str(part) for part in first["loc"]) or "(whole)", expectation(first)
-            raise PeerFault(
-                E_SCHEMA, f"{cls.__name__}.{where} does not fit", expected=why, got=str(first["input"])[:120]
-            ) from None
-        raise PeerFault(E_SCHEMA, f"not a {cls.__name__}", got=str(error)) from None
-
-
-class Part(BaseModel):
-    """Base of the parts of messages."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Message(BaseModel):
-    """Base of all signed messages."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    TYPE: ClassVar[str]
-    run_id: Hex16
-
-    def to_payload(self) -> bytes:
-        """Canonical JSON bytes."""
-        return canonical.encode(self.model_dump(mode="json"))
-
-    @classmethod
-    def from_payload(cls, payload: bytes) -> Self:
-        """Parse canonical JSON bytes.
-
-        Raises:
-            PeerFault: ``E_JSON``, ``E_TOO_LARGE`` or ``E_SCHEMA``.
-        """
-        return parse(cls, canonical.decode(payload))
-
-    def sign(self, identity: Identity) -> Envelope:
-        """This message in an envelope signed by ``identity``."""
-        return Envelope.sign(identity, self.TYPE, self.to_payload())
-
-    @classmethod
-    def open(cls, envelope: Envelope, public_key: bytes | str, *, run_id: str | None = None,
-             now_ms: int | None = None) -> Self:
-        """The message, once it is known to be signed by ``public_key`` (bytes or hex) and to belong to the run.
-
-        Raises:
-            PeerFault: ``E_PAYLOAD_TYPE``, ``E_SIGNATURE``, ``E_JSON``, ``E_SCHEMA``, ``E_WRONG_RUN``, and
-                ``E_EXPIRED`` when ``now_ms`` is given and past the message's ``expires_at_ms``.
-        """
-        key = bytes.fromhex(public_key) if isinstance(public_key, str) else public_key
-        message = cls.from_payload(envelope.verify(key, cls.TYPE))
-        if run_id is not None and message.run_id != run_id:
-            raise PeerFault(E_WRONG_RUN, f"{cls.__name__} of another run", expected=run_id, got=message.run_id)
-        expires: int | None = getattr(message, "expires_at_ms", None)
-        if now_ms is not None and expires is not None and now_ms > expires:
-            raise PeerFault(E_EXPIRED, f"{cls.__name__} is past its expiry", expected=f"now <= {expires}", got=now_ms)
-        return message
-
+__all__ = [
+    "AuditClaim", "AuditPolicy", "BatchGroup", "BatchPlan", "BatchRules", "CalibrationRecord", "CheckpointHead",
+    "CheckpointManifest", "ChunkRef", "Commitment", "Count", "Environment", "Finding", "Hex16", "Hex32", "Lease",
+    "LeaseRequest", "LeaseReturn", "Message", "Millis", "ModelSpec", "Name", "NodeHello", "NodeScreen", "Part",
+    "Profile", "Receipt", "Roles", "RolloutEvidence", "RunManifest", "SamplingRules", "ScreenReport", "Signed",
+    "TokenId", "UpdateReceipt", "UploadRequest", "Verdict", "opened_by", "parse",
+]
 
 # -- the run ---------------------------------------------------------------------------------------------
 
@@ -117,7 +45,7 @@ class Environment(Part):
 
     name: Name
     kind: Name  #: registered name of the task class: sort, arithmetic, gsm8k
-    params: dict[str, int | str] = {}
+    params: dict[str, int | str] = Field(default_factory=dict)
     data_sha256: Hex32 | None = None  #: object holding the task's data, when it is not generated from the seed
 
 
@@ -138,15 +66,13 @@ class AuditPolicy(Part):
     ramp: Annotated[int, Field(ge=0, le=100_000)] = 20
     floor_ppm: Annotated[int, Field(ge=0, le=1_000_000)] = 50_000
     epoch_ms: Annotated[int, Field(ge=1000)] = 600_000  #: how long one draw key is used before it is revealed
-
-
-class Profile(Part):
-    """A calibrated way to compute log-probs (engine, dtype) and the T2 thresholds that hold for it."""
-
-    name: Name  #: for example torch-cpu-fp32
-    max_mean_kl_nano: Count  #: mean KL(committed head || reference) per stochastic token of a rollout, 1e-9 nats
-    max_token_kl_micro: Count  #: the same for any single token, 1e-6 nats
-    max_margin_micro: Count  #: how far a tail draw may lose under the reference, 1e-6 nats
+    forced: Annotated[int, Field(ge=0, le=100_000)] = 20  #: next bundles audited for certain after an outlier
+    forced_after_quiet: Annotated[int, Field(ge=0, le=100_000)] = 5  #: the same after a quiet spell
+    quiet_ms: Annotated[int, Field(ge=1000)] = 6 * 3_600_000  #: a node that handed nothing in for this long was quiet
+    unknown_profiles: bool = False  #: take nodes whose profile the run does not list: all audited, never punished by T2
+    life_rollouts: Annotated[int, Field(ge=1, le=10**12)] = 1_000_000  #: audited rollouts that ``alpha_ppm`` is for
+    alpha_ppm: Annotated[int, Field(ge=1, le=1_000_000)] = 1_000
+    #: bound on the chance that statistics ban any honest node within ``life_rollouts``: alarm at ln(rollouts / alpha)
 
 
 class Roles(Part):
@@ -350,6 +276,7 @@ class Verdict(Message):
     samples: list[int]  #: sample indices, in the order of rewards
     rewards_micro: list[int]  #: recomputed reward of each sample, 1e-6; empty unless T1 passed
     tokens: Count
+    evidence: list[RolloutEvidence] = Field(default_factory=list, max_length=1024)  #: of a pass with T2, if calibrated
     issued_at_ms: Millis
 
 
@@ -384,6 +311,25 @@ class UpdateReceipt(Message):
     manifest_sha256: Hex32
     config_sha256: Hex32
     metrics_micro: dict[Annotated[str, Field(max_length=80)], int]  #: step metrics, 1e-6 of their unit
+    issued_at_ms: Millis
+
+
+class NodeScreen(Part):
+    """T1': what the learner's own forward pass says about one node's heads in one batch."""
+
+    node_id: Hex32
+    tokens: Count  #: stochastic tokens looked at
+    outliers: Count  #: of them, beyond the screen's limit, corrected for lag
+    score_milli: Signed  #: one-sided z-score against the other nodes of the batch at the same lag, 1e-3
+    receipts: Annotated[list[Hex32], Field(max_length=64)]  #: digests of the receipts that stand out, worst first
+
+
+class ScreenReport(Message):
+    """T1' of the batch that made a version; signed by the learner. It forces audits and punishes nobody."""
+
+    TYPE: ClassVar[str] = "application/vnd.assay.screen-report.v1+json"
+    version: Count  #: version the batch made
+    nodes: Annotated[list[NodeScreen], Field(max_length=65_536)]
     issued_at_ms: Millis
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from protocol.errors import code
 from protocol.messages import Profile
+from protocol.statistics import RolloutStatistics
 from verifier.findings import RolloutFault
 
 E_HEAD_KL = code("E_HEAD_KL", "a rollout's committed heads are on average too far from what the checkpoint computes")
@@ -24,8 +25,17 @@ E_HEAD_MEMBERSHIP = code("E_HEAD_MEMBERSHIP", "a head leaves out a token that th
 E_TAIL_DRAW = code("E_TAIL_DRAW", "a tail draw is not the token that the checkpoint's tail and the seed select")
 E_TAIL_TOKEN = code("E_TAIL_TOKEN", "the recorded probability of a tail draw is not what the checkpoint computes")
 
+E_TOKEN_MARGIN = code("E_TOKEN_MARGIN", "a drawn token loses the race under what the checkpoint computes")
+E_TAIL_MASS = code("E_TAIL_MASS", "the committed mass outside a head is not what the checkpoint computes")
+
 #: A position is stochastic when the likeliest token has less than this probability under the reference or the head.
 STOCHASTIC_BELOW: Final = 0.99
+#: Ends of the scale on which divergences, biases and margins are averaged, in nats. They keep one position from
+#: deciding a mean; a calibration holds for these values and no others.
+LEAST_KL: Final = 1e-12
+MOST_KL: Final = 1e2
+MOST_BIAS: Final = 10.0
+MOST_MARGIN: Final = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +50,10 @@ class Residuals:
     tail_draw_T: NDArray[np.float64]  #: how far a tail-drawn token loses its race under the reference
     tail_token_T: NDArray[np.float64]  #: |recorded - reference log-probability| of a tail-drawn token
 
+    bias_T: NDArray[np.float64]  #: ln q - ln p of the drawn token
+    margin_T: NDArray[np.float64]  #: how far the drawn symbol (token or TAIL) loses the race under the reference
+    tail_mass_T: NDArray[np.float64]  #: |committed - reference log-mass| outside the head, both at least ``LEAST_MASS``
+
     @property
     def stochastic(self) -> NDArray[np.bool_]:
         """Positions that the mean is taken over."""
@@ -50,6 +64,20 @@ class Residuals:
         """Mean KL at stochastic positions, 0 when there is none."""
         kl = self.kl_T[self.stochastic]
         return float(kl.mean()) if len(kl) else 0.0
+
+    @property
+    def statistics(self) -> RolloutStatistics:
+        """Means over the stochastic positions; all zero when there is none."""
+        where = self.stochastic
+        tokens = int(np.count_nonzero(where))
+        if tokens == 0:
+            return RolloutStatistics(self.sample, 0, 0.0, 0.0, 0.0)
+        log_kl = np.log(np.clip(self.kl_T[where], LEAST_KL, MOST_KL))
+        bias = np.clip(self.bias_T[where], -MOST_BIAS, MOST_BIAS)
+        margin = np.clip(self.margin_T[where], 0.0, MOST_MARGIN)
+        return RolloutStatistics(
+            self.sample, tokens, float(log_kl.mean()), float(bias.mean()), float(margin.mean())
+        )
 
 
 @dataclass(frozen=True)
@@ -63,10 +91,11 @@ class Measurement:
 
 
 def measure(residuals: Sequence[Residuals], profile: Profile) -> list[Measurement]:
-    """Steps 1 to 6 of the recomputation, each over all rollouts; the worst rollout is named."""
+    """Steps 1 to 8 of the recomputation, each over all rollouts; the worst rollout is named."""
     margin = profile.max_margin_micro * 1e-6
     found = [_mean_check(residuals, profile.max_mean_kl_nano * 1e-9)]
-    limits = (profile.max_token_kl_micro * 1e-6, margin, margin, margin, margin)
+    # Two entries that are each off by the limit can change places by twice as much.
+    limits = (profile.max_token_kl_micro * 1e-6, margin, margin, margin, margin, 2 * margin, margin)
     for (name, code_, values), limit in zip(_CHECKS, limits, strict=True):
         found.append(_worst_check(name, code_, [(r.sample, values(r)) for r in residuals], limit))
     return found
@@ -112,4 +141,6 @@ _CHECKS: Final[tuple[tuple[str, str, Callable[[Residuals], NDArray[np.float64]]]
     ("4 head membership", E_HEAD_MEMBERSHIP, lambda r: r.omitted_T),
     ("5 tail draws", E_TAIL_DRAW, lambda r: r.tail_draw_T),
     ("6 tail token codes", E_TAIL_TOKEN, lambda r: r.tail_token_T),
+    ("7 margin of the draw", E_TOKEN_MARGIN, lambda r: r.margin_T),
+    ("8 tail mass", E_TAIL_MASS, lambda r: r.tail_mass_T),
 )

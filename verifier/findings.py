@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeVar
 
 from protocol.errors import AssayError, PeerFault
-from protocol.messages import Finding
+from protocol.messages import Finding, RolloutEvidence
 
 Tier = Literal["T0", "T1", "T2", "T3"]
 Outcome = Literal["pass", "fail", "inconclusive"]
@@ -42,6 +42,7 @@ class Judgement:
     samples: Samples = ()
     rewards_micro: tuple[int, ...] = ()  #: reward of each sample; empty unless the tokens passed
     tokens: int = 0
+    evidence: tuple[RolloutEvidence, ...] = ()  #: of each recomputed rollout of a pass, where calibrated
 
 
 @dataclass

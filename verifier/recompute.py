@@ -7,20 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from protocol.head import MAX_CODE, head_logprobs, offsets, tail_logprobs
+from protocol.head import MAX_CODE, behaviour_logprobs, head_logprobs, offsets, tail_logprobs
 from protocol.messages import SamplingRules
+from protocol.prng import HEAD_DOMAIN, TAIL_ID, noise, seed_words
 from protocol.reference import LogitsChunk, Recomputation, ReferenceModel
-from protocol.rollout import NO_CODE, Rollout
+from protocol.rollout import EMPTY_TAIL, NO_CODE, Rollout
 from protocol.sampler import tail_margin
 from verifier.divergence import Residuals
 from verifier.states import States
 from verifier.submission import Opened
+
+#: Smallest mass outside a head that is compared; below it, float32 sums say little.
+LEAST_MASS: Final = 1e-6
+_COLUMNS: Final = (
+    "kl_T", "peak_T", "entry_T", "omitted_T", "tail_draw_T", "tail_token_T", "bias_T", "margin_T", "tail_mass_T"
+)
 
 
 @dataclass
@@ -36,7 +44,9 @@ class _Scoring:
         self.starts = offsets(self.rollout)
         self.head_logq = head_logprobs(self.rollout, self.rules)
         self.tail_logq = tail_logprobs(self.rollout, self.rules)
-        for name in ("kl_T", "peak_T", "entry_T", "omitted_T", "tail_draw_T", "tail_token_T"):
+        self.token_logq = behaviour_logprobs(self.rollout, self.rules)
+        self.words = seed_words(self.seed)
+        for name in _COLUMNS:
             self.columns[name] = np.full(len(self.rollout), np.nan)
 
     def residuals(self) -> Residuals:
@@ -84,8 +94,8 @@ def _score(scoring: _Scoring, chunk: LogitsChunk) -> None:
     inside_nK = logp_nV.gather(1, ids_nK)
     # Padding repeats the first entry, so that scattering it masks nothing but the head.
     outside_nV = logp_nV.scatter(1, torch.where(mask_nK, ids_nK, ids_nK[:, :1]), -torch.inf)
-    tail_logq_n = torch.from_numpy(scoring.tail_logq[span])
-    kl_n = _kl_terms(logq_nK, inside_nK).sum(1) + _kl_terms(tail_logq_n, outside_nV.logsumexp(1))
+    tail_logq_n, tail_logp_n = torch.from_numpy(scoring.tail_logq[span]), outside_nV.logsumexp(1)
+    kl_n = _kl_terms(logq_nK, inside_nK).sum(1) + _kl_terms(tail_logq_n, tail_logp_n)
     committed_nK = codes_nK / -rules.steps_per_nat
     known_nK = inside_nK.clamp(min=MAX_CODE / -rules.steps_per_nat)
     entry_n = torch.where(mask_nK, (committed_nK - known_nK).abs(), 0.0).amax(1)
@@ -95,7 +105,35 @@ def _score(scoring: _Scoring, chunk: LogitsChunk) -> None:
     columns["peak_T"][span] = torch.minimum(logp_nV.amax(1), logq_nK.amax(1)).exp().numpy()
     columns["entry_T"][span] = entry_n.numpy()
     columns["omitted_T"][span] = _omitted(outside_nV.amax(1), least_n, mask_nK.sum(1), rules, logp_nV.shape[1]).numpy()
+    tokens_n = torch.from_numpy(rollout.tokens[span].astype(np.int64))
+    bias_n = scoring.token_logq[span] - logp_nV.gather(1, tokens_n[:, None])[:, 0].numpy()
+    columns["bias_T"][span] = bias_n
+    columns["margin_T"][span] = _margins(scoring, span, torch.where(mask_nK, inside_nK, -torch.inf), tail_logp_n)
+    columns["tail_mass_T"][span] = _mass_residuals(scoring, span, tail_logp_n)
     _score_tail_draws(scoring, chunk.start, logp_nV)
+
+
+def _margins(scoring: _Scoring, span: slice, inside_nK: Tensor, tail_logp_n: Tensor) -> NDArray[np.float64]:
+    """How far each drawn symbol loses the race of head and TAIL under the reference, in nats; 0 when it wins."""
+    rollout = scoring.rollout
+    ids_nK, _ = _padded(scoring, span, rollout.head_ids.astype(np.int64), 0)
+    ids_nS = np.concatenate([ids_nK.numpy(), np.full((len(ids_nK), 1), TAIL_ID)], axis=1)
+    logp_nS = np.concatenate([inside_nK.numpy(), tail_logp_n.numpy()[:, None]], axis=1)
+    positions_n1 = np.arange(span.start, span.start + len(ids_nS))[:, None]
+    race_nS = logp_nS - np.log(noise(scoring.words, positions_n1, HEAD_DOMAIN, ids_nS))
+    drawn_n = np.where(rollout.token_codes[span] == NO_CODE, rollout.tokens[span].astype(np.int64), TAIL_ID)
+    own_n = np.where((ids_nS == drawn_n[:, None]) & (logp_nS > -np.inf), race_nS, -np.inf).max(axis=1)
+    margins: NDArray[np.float64] = race_nS.max(axis=1) - own_n
+    return margins
+
+
+def _mass_residuals(scoring: _Scoring, span: slice, tail_logp_n: Tensor) -> NDArray[np.float64]:
+    """|committed - reference log-mass| of TAIL, both raised to ``LEAST_MASS``."""
+    codes_n = scoring.rollout.tail_codes[span]
+    committed_n = np.where(codes_n == EMPTY_TAIL, -np.inf, codes_n.astype(np.float64) / -scoring.rules.steps_per_nat)
+    least = float(np.log(LEAST_MASS))
+    residuals: NDArray[np.float64] = np.abs(np.maximum(committed_n, least) - np.maximum(tail_logp_n.numpy(), least))
+    return residuals
 
 
 def _kl_terms(logq: Tensor, logp: Tensor) -> Tensor:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, Protocol, TypeVar
 
+from protocol.api import E_UNCALIBRATED
 from protocol.errors import E_INTERNAL, AssayError, LocalFault, code
-from protocol.messages import RunManifest
+from protocol.messages import RolloutEvidence, RunManifest
 from verifier.checkpoints import CheckpointBook
 from verifier.divergence import Residuals, measure
+from verifier.evidence import T2_PROFILE, confirmed, weigh
 from verifier.findings import Judgement, Report
 from verifier.structure import check_structure, open_submission
 from verifier.submission import Opened, Submission
@@ -51,12 +53,14 @@ class _Audit:
     report: Report = field(default_factory=Report)
     opened: Opened | None = None
     rewards_micro: tuple[int, ...] = ()
+    evidence: tuple[RolloutEvidence, ...] = ()
 
     def judgement(self) -> Judgement:
         if self.opened is None:
             return self.report.judgement()
         samples = tuple(rollout.sample for rollout in self.opened.bundle.rollouts)
-        return self.report.judgement(samples, self.rewards_micro, self.opened.commitment.tokens)
+        found = self.report.judgement(samples, self.rewards_micro, self.opened.commitment.tokens)
+        return replace(found, evidence=self.evidence if found.outcome == "pass" else ())
 
 
 class Session:
@@ -108,11 +112,41 @@ class Session:
                 audit.report.fault("T2 recomputation", fault, blames_node=False)
             return
         for audit, residuals in self._residuals("T2", drawn):
-            if not _within_limits(audit, "T2", residuals):
+            if _within_limits(audit, "T2", residuals):
+                self._weigh(audit, residuals)
+            else:
                 self._confirm(audit)
+
+    def _weigh(self, audit: _Audit, residuals: list[Residuals]) -> None:
+        """Evidence of each rollout; what speaks against the node is confirmed by T3 when the submission says so."""
+        assert audit.opened is not None
+        profile = audit.opened.known_profile
+        if profile is None or profile.calibration is None or profile.calibration.verifier_profile != T2_PROFILE:
+            return
+        calibration = profile.calibration
+        evidence = weigh(residuals, calibration)
+        if audit.submission.confirm and any(rollout.llr_milli > 0 for rollout in evidence):
+            second = self._residuals("T3", [audit])
+            if not second:
+                return  # ours; the report says why
+            evidence = confirmed(evidence, weigh(second[0][1], calibration))
+            audit.report.tiers.append("T3")
+        audit.evidence = tuple(evidence)
+        worst = max(evidence, key=lambda rollout: rollout.llr_milli)
+        total, most = sum(r.llr_milli for r in evidence) / 1000, worst.llr_milli / 1000
+        got = f"{total:.2f} nats in all, most {most:.2f} in sample {worst.sample}"
+        audit.report.note("T2.9 evidence", "summed up over rollouts", got)
 
     def _confirm(self, audit: _Audit) -> None:
         """T3: a failure of T2 counts only when a second configuration comes to the same end."""
+        assert audit.opened is not None
+        if audit.opened.known_profile is None:
+            fault = LocalFault(
+                E_UNCALIBRATED, "no limits are known for this profile", expected="a profile of the run",
+                got=audit.opened.commitment.profile,
+            )
+            audit.report.fault("T3 confirms T2", fault, blames_node=False)
+            return
         found = self._residuals("T3", [audit])
         if found and _within_limits(audit, "T3", found[0][1]):
             fault = LocalFault(E_DISAGREE, "the second configuration finds nothing wrong", expected="the end of T2")

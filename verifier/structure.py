@@ -162,7 +162,7 @@ def _check_commitment(run: RunManifest, commitment: Commitment, lease: Lease, su
     if named != ours:
         raise PeerFault(E_OTHER_LEASE, "the commitment is for another lease", expected=ours, got=named)
     known = [profile.name for profile in run.profiles]
-    if commitment.profile not in known:
+    if commitment.profile not in known and not run.audit.unknown_profiles:
         raise PeerFault(
             E_UNKNOWN_PROFILE, "the run has no such profile", expected=" or ".join(known), got=commitment.profile
         )

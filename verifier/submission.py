@@ -20,6 +20,7 @@ class Submission:
     node_public_key: bytes
     bundle: bytes  #: encoded
     drawn: bool  #: recompute with the model as well
+    confirm: bool = False  #: evidence against the node is high: let T3 confirm what speaks against it
 
 
 @dataclass
@@ -43,6 +44,11 @@ class Opened:
         }
 
     @property
+    def known_profile(self) -> Profile | None:
+        """The run's entry for the profile the node claims; None where the run takes unlisted ones."""
+        return next((p for p in self.run.profiles if p.name == self.commitment.profile), None)
+
+    @property
     def profile(self) -> Profile:
-        """Thresholds of the profile the node claims; step T0.2 has made sure that there is one."""
-        return next(p for p in self.run.profiles if p.name == self.commitment.profile)
+        """Limits for this submission: those of its profile, for an unlisted one the narrowest of the run."""
+        return self.known_profile or min(self.run.profiles, key=lambda p: (p.max_mean_kl_nano, p.max_token_kl_micro))

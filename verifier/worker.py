@@ -112,7 +112,7 @@ class Worker:
         return Submission(
             lease=job.lease, commitment=job.commitment, receipt=job.receipt,
             node_public_key=bytes.fromhex(job.node_public_key), bundle=self._fetch(receipt.object_sha256),
-            drawn=job.drawn,
+            drawn=job.drawn, confirm=job.confirm,
         )
 
     def _verdict(self, job: AuditJob, judgement: Judgement) -> Verdict:
@@ -126,7 +126,8 @@ class Worker:
             lease_id=receipt.lease_id, receipt_sha256=job.receipt.digest, outcome=judgement.outcome,
             code=judgement.code, tiers=list(judgement.tiers), findings=list(judgement.findings),
             samples=samples if complete else [], rewards_micro=[rewards[s] for s in samples] if complete else [],
-            tokens=judgement.tokens, issued_at_ms=self._clock.now_ms(),
+            tokens=judgement.tokens, evidence=list(judgement.evidence) if complete else [],
+            issued_at_ms=self._clock.now_ms(),
         )
 
     def _wait(self, seconds: float, stopping: Callable[[], bool]) -> None:

@@ -8,7 +8,15 @@ from fastapi import APIRouter, Path, Query
 
 from coordinator.routes.common import Desk, TrustedEnvelope, takes
 from protocol.api import Ack, AdmittedReply, BatchReply, ClaimReply
-from protocol.messages import AuditClaim, BatchPlan, CheckpointHead, CheckpointManifest, UpdateReceipt, Verdict
+from protocol.messages import (
+    AuditClaim,
+    BatchPlan,
+    CheckpointHead,
+    CheckpointManifest,
+    ScreenReport,
+    UpdateReceipt,
+    Verdict,
+)
 
 router = APIRouter(prefix="/v1", tags=["verifiers and learner"])
 
@@ -47,6 +55,12 @@ def post_batch(desk: Desk, envelope: TrustedEnvelope) -> Ack:
 def post_update(desk: Desk, envelope: TrustedEnvelope) -> Ack:
     """Report a finished step."""
     return desk.post_update(envelope)
+
+
+@router.post("/screens", response_model=Ack, openapi_extra=takes(ScreenReport))
+def post_screen(desk: Desk, envelope: TrustedEnvelope) -> Ack:
+    """Report outliers of the learner's own forward pass; audits are forced, nobody is punished."""
+    return desk.post_screen(envelope)
 
 
 @router.get("/admitted", response_model=AdmittedReply)

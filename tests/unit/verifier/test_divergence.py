@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from protocol.messages import Profile, SamplingRules
 from protocol.reference import LogitsChunk
 from protocol.rollout import EMPTY_TAIL, NO_CODE, Finish, Rollout, Segment
-from protocol.sampler import draw_tail, quantise
+from protocol.sampler import TAIL, draw, draw_tail, quantise
 from verifier.divergence import Residuals, measure
 from verifier.recompute import _score, _Scoring
 
@@ -91,7 +93,50 @@ def test_an_honest_rollout_is_within_half_a_step():
     assert np.flatnonzero(~np.isnan(residuals.tail_draw_T)).tolist() == [2, 5]
     assert np.nanmax(residuals.tail_draw_T) == 0
     assert np.nanmax(residuals.tail_token_T) <= 0.5 / 1024 + 1e-6
-    assert all(measurement.fault is None for measurement in measure([residuals], PROFILE))
+    assert residuals.tail_mass_T.max() <= 0.5 / 1024 + 1e-6
+    assert np.abs(residuals.bias_T).max() < 1.5 / 1024
+    sampled = _residuals(_sampled(logits, rules), logits, rules)
+    assert all(measurement.fault is None for measurement in measure([sampled], PROFILE))
+
+
+def _sampled(logits_TV: np.ndarray, rules: SamplingRules) -> Rollout:
+    """A rollout whose tokens are drawn, tail draws included."""
+    plain = _rollout(logits_TV, rules)
+    tokens, codes = [], []
+    for t, row in enumerate(logits_TV):
+        head = quantise(row / 0.8, rules)
+        index = draw(head, SEED, t, rules)
+        if index == TAIL:
+            token, code = draw_tail(row / 0.8, head.ids, SEED, t, rules)
+        else:
+            token, code = int(head.ids[index]), NO_CODE
+        tokens.append(token)
+        codes.append(code)
+    return replace(plain, tokens=np.array(tokens, np.uint32), token_codes=np.array(codes, np.uint16))
+
+
+def test_the_margin_of_an_honest_draw_is_zero_and_that_of_a_wrong_one_is_not():
+    rules, logits = _rules(), _logits(9, length=400)
+    rollout = _sampled(logits, rules)
+    honest = _residuals(rollout, logits, rules, pieces=3)
+    assert np.count_nonzero(rollout.token_codes != NO_CODE) > 10  # tail draws are among them
+    assert np.count_nonzero(honest.margin_T) <= 2  # a near tie may fall the other way
+    assert honest.margin_T.max() < 2 / 1024
+    first = _residuals(_rollout(logits, rules), logits, rules)  # the likeliest token each time
+    lost = rollout.tokens != _rollout(logits, rules).tokens
+    assert (first.margin_T[lost] > 0).all()
+    assert first.statistics.margin > 100 * honest.statistics.margin
+
+
+def test_statistics_are_means_over_stochastic_positions():
+    residuals = _flat(
+        kl_T=np.array([1e-4, 0, np.inf, 5.0]), peak_T=np.array([0.5, 0.5, 0.5, 1.0]),
+        bias_T=np.array([-1.0, 2.0, 50.0, 7.0]), margin_T=np.array([0.5, 0.0, np.inf, 9.0]),
+    )
+    found = residuals.statistics
+    assert (found.tokens, found.bias, found.margin) == (3, pytest.approx(11 / 3), pytest.approx(0.5))
+    assert found.log_kl == pytest.approx((np.log(1e-4) + np.log(1e-12) + np.log(1e2)) / 3)
+    assert _flat(peak_T=np.ones(4)).statistics.tokens == 0
 
 
 def test_a_head_over_the_whole_vocabulary_leaves_nobody_out():
@@ -131,6 +176,7 @@ def test_no_stochastic_position_has_mean_zero():
 
 def _flat(length: int = 4, **columns) -> Residuals:
     values = {name: np.full(length, np.nan) for name in ("omitted_T", "tail_draw_T", "tail_token_T")}
+    values |= {name: np.zeros(length) for name in ("bias_T", "margin_T", "tail_mass_T")}
     values |= {"kl_T": np.zeros(length), "peak_T": np.full(length, 0.5), "entry_T": np.zeros(length)}
     return Residuals(sample=columns.pop("sample", 0), **(values | columns))
 
@@ -145,6 +191,8 @@ def _flat(length: int = 4, **columns) -> Residuals:
         ({"tail_draw_T": np.array([np.nan, np.nan, 0.011, np.nan])}, "E_TAIL_DRAW"),
         ({"tail_draw_T": np.array([np.nan, np.nan, np.inf, np.nan])}, "E_TAIL_DRAW"),
         ({"tail_token_T": np.array([np.nan, np.nan, 0.011, np.nan])}, "E_TAIL_TOKEN"),
+        ({"margin_T": np.array([0, 0.019, 0.021, 0])}, "E_TOKEN_MARGIN"),
+        ({"tail_mass_T": np.array([0, 0, 0.011, 0])}, "E_TAIL_MASS"),
     ],
 )
 def test_each_limit_has_its_code_and_place(columns, expected):

@@ -1,0 +1,195 @@
+"""T1' reports, forced audits, bundles under review, and evidence summed up over a node's rollouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from coordinator import scrutiny
+from coordinator.screens import OUTLIER_MILLI
+from protocol import statistics
+from protocol.api import E_NODE_EVIDENCE, E_UNCALIBRATED, AuditJob
+from protocol.errors import PeerFault
+from protocol.messages import Lease, NodeScreen, Receipt, RolloutEvidence, ScreenReport
+from tests.fakes.coordinator import RUN_ID, FakeNode, World
+from tests.unit.coordinator.conftest import MakeWorld
+
+
+def screen(world: World, node: FakeNode, receipts: list[str], score: int = OUTLIER_MILLI, version: int = 1) -> Any:
+    entry = NodeScreen(node_id=node.key.id, tokens=100, outliers=40, score_milli=score, receipts=receipts)
+    report = ScreenReport(run_id=RUN_ID, version=version, nodes=[entry], issued_at_ms=world.clock.now_ms())
+    return world.learner.client.post_screen(report)
+
+
+def trusted(make_world: MakeWorld, **audit: Any) -> tuple[World, FakeNode]:
+    """A node that is audited next to never."""
+    world = make_world(batch={"groups_per_batch": 20}, audit={"ramp": 0, "floor_ppm": 0, "forced": 2} | audit)
+    world.publish()
+    return world, world.node().join()
+
+
+def rate(world: World, reply: Any) -> int:
+    receipt = Receipt.from_payload(reply.receipt.payload)
+    return int(world.http.get(f"/v1/receipts/{receipt.receipt_id}").json()["rate_ppm"])
+
+
+def test_an_outlier_is_audited_and_not_punished(make_world: MakeWorld) -> None:
+    world, node = trusted(make_world)
+    [before] = node.work(1)
+    assert rate(world, before) == 0
+    assert screen(world, node, [], OUTLIER_MILLI - 1).duplicate is False
+    assert rate(world, node.work(1)[0]) == 0
+    screen(world, node, [], version=2)
+    assert screen(world, node, [], version=2).duplicate is True
+    assert [rate(world, reply) for reply in node.work(3)] == [1_000_000, 1_000_000, 0]
+    row = world.node_row(node)
+    assert (row["state"], row["rejected"]) == ("active", 0)
+    with pytest.raises(PeerFault) as caught:
+        screen(world, node, [], score=9_999, version=2)
+    assert caught.value.code == "E_CONFLICT"
+    report = ScreenReport(run_id=RUN_ID, version=3, nodes=[], issued_at_ms=1)
+    with pytest.raises(PeerFault) as caught:
+        node.client.post_screen(report)
+    assert caught.value.code == "E_WRONG_KEY"
+
+
+def test_a_bundle_that_stands_out_is_recomputed_after_the_fact(make_world: MakeWorld) -> None:
+    world, node = trusted(make_world)
+    replies = node.work(2)
+    world.verifier.pass_all()
+    screen(world, node, [reply.receipt.digest for reply in replies])
+    job = world.verifier.judge()
+    assert job is not None
+    assert job.drawn
+    row = world.node_row(node)
+    assert (row["accepted"], row["audited_passes"], row["credit_pending"]) == (4, 1, 20)  # nothing is counted twice
+    assert [g.group for g in world.learner.client.admitted(9)] == [0]  # it stays admitted meanwhile
+    world.verifier.judge("fail", "E_HEAD_KL")
+    row = world.node_row(node)
+    assert (row["state"], row["ban_code"]) == ("banned", "E_HEAD_KL")
+
+
+def test_a_review_that_nobody_can_finish_changes_nothing(make_world: MakeWorld) -> None:
+    world, node = trusted(make_world)
+    replies = node.work(2)
+    world.verifier.pass_all()
+    screen(world, node, [replies[0].receipt.digest])
+    for attempt in range(3):
+        assert world.verifier.judge("inconclusive", "E_OUT_OF_DISK") is not None
+        world.clock.advance(2 * 2**attempt + 1)
+    assert world.verifier.claim() is None
+    assert [g.group for g in world.learner.client.admitted(9)] == [0]
+    assert world.node_row(node)["inconclusive"] == 0
+
+
+def test_a_quiet_spell_forces_audits(make_world: MakeWorld) -> None:
+    world, node = trusted(make_world, quiet_ms=10_000, forced_after_quiet=1)
+    assert rate(world, node.work(1)[0]) == 0
+    world.clock.advance(11)
+    assert [rate(world, reply) for reply in node.work(2)] == [1_000_000, 0]
+
+
+def test_rewards_out_of_line_force_audits(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrutiny, "REWARD_ROLLOUTS", 12)
+    monkeypatch.setattr(scrutiny, "REWARD_SIGMAS", 3.0)
+    world, node = trusted(make_world)
+    other = world.node("other").join()
+    for party, reward in ((other, 0), (node, 1_000_000)) * 19:
+        [(lease, digest)] = party.leases(1)
+        party.finish(lease, digest)
+        job = world.verifier.claim()
+        assert job is not None
+        world.verifier.client.verdict(world.verifier.verdict(job, rewards_micro=[reward] * len(lease.samples)))
+    assert world.node_row(node)["forced_audits"] > 0
+    assert world.node_row(node)["state"] == "active"
+
+
+# -- evidence -----------------------------------------------------------------------------------------------
+
+
+def evidence(job: AuditJob, llr_milli: int) -> list[RolloutEvidence]:
+    return [
+        RolloutEvidence(sample=s, tokens=90, log_kl_milli=0, bias_nano=0, margin_nano=0, llr_milli=llr_milli)
+        for s in Lease.from_payload(job.lease.payload).samples
+    ]
+
+
+def weigh(world: World, node: FakeNode, llr_milli: int, *, second_look: bool = False) -> AuditJob:
+    node.work(1)
+    job = world.verifier.claim()
+    assert job is not None
+    tiers = ["T0", "T1", "T2", *(["T3"] if second_look else [])]
+    verdict = world.verifier.verdict(job, evidence=evidence(job, llr_milli), tiers=tiers)
+    world.verifier.client.verdict(verdict)
+    return job
+
+
+def audited(make_world: MakeWorld) -> tuple[World, FakeNode, int]:
+    """A node that is always audited, and the alarm: ln(100 / 0.1)."""
+    world = make_world(
+        batch={"groups_per_batch": 20}, audit={"ramp": 1000, "life_rollouts": 100, "alpha_ppm": 100_000}
+    )
+    world.publish()
+    return world, world.node().join(), statistics.alarm_milli(world.coordinator.run.manifest.audit)
+
+
+def test_evidence_has_a_floor_and_needs_a_second_configuration_half_way(make_world: MakeWorld) -> None:
+    world, node, alarm = audited(make_world)
+    assert alarm == 6_908
+    for _ in range(3):
+        weigh(world, node, -500)
+    assert world.node_row(node)["evidence_milli"] == 0  # nothing is banked
+    assert weigh(world, node, 1_000).confirm is False
+    assert world.node_row(node)["evidence_milli"] == 2_000
+    for _ in range(3):
+        weigh(world, node, 3_000)
+    row = world.node_row(node)
+    assert (row["evidence_milli"], row["state"]) == (alarm // 2, "active")
+    job = weigh(world, node, 3_000, second_look=True)
+    assert job.confirm
+    row = world.node_row(node)
+    assert (row["state"], row["ban_code"]) == ("banned", E_NODE_EVIDENCE)
+    assert row["accepted"] == 16  # the bundle itself passed
+
+
+def test_evidence_is_of_a_pass_with_a_recomputation(make_world: MakeWorld) -> None:
+    world, node = trusted(make_world)
+    node.work(1)
+    job = world.verifier.claim()
+    assert job is not None
+    rows = evidence(job, 3_000)
+    for outcome, found, changes in (
+        ("pass", None, {"evidence": rows}),  # not drawn
+        ("fail", "E_REPLAY", {"evidence": rows}),
+    ):
+        with pytest.raises(PeerFault) as caught:
+            world.verifier.client.verdict(world.verifier.verdict(job, outcome, found, **changes))
+        assert caught.value.code == "E_VERDICT"
+
+
+# -- profiles that the run does not list --------------------------------------------------------------------
+
+
+def test_an_unlisted_profile_is_audited_every_time_and_never_punished(make_world: MakeWorld) -> None:
+    world, listed = trusted(make_world, unknown_profiles=True)
+    node = world.node("new")
+    node.client.register(node.hello(profile="brand-new"))
+    for _ in range(3):
+        [(lease, digest)] = node.leases(1)
+        node.upload(node.bundle(lease))
+        reply = node.client.submit(node.commitment(lease, digest, profile="brand-new"))
+        assert rate(world, reply) == 1_000_000
+        world.verifier.judge("inconclusive", E_UNCALIBRATED)
+    row = world.node_row(node)
+    assert (row["state"], row["rejected"], row["inconclusive"]) == ("active", 0, 6)
+    assert row["reasons"] == {E_UNCALIBRATED: 3}
+    assert world.verifier.claim() is None  # not tried again
+    assert [(lease.group, lease.samples) for lease, _ in listed.leases(1)] == [(0, [0, 1])]  # the work is offered on
+
+
+def test_a_run_that_takes_listed_profiles_only_says_so(world: World) -> None:
+    node = world.node()
+    with pytest.raises(PeerFault) as caught:
+        node.client.register(node.hello(profile="brand-new"))
+    assert caught.value.code == "E_PROFILE"

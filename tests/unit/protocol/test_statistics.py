@@ -1,0 +1,104 @@
+"""Scores are e-values, sums have a floor, and the alarm keeps its bound."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from protocol import statistics
+from protocol.calibration import Calibration, Stratum
+from protocol.messages import AuditPolicy
+from protocol.statistics import MAX_SCORE, MIN_SCORE, RolloutStatistics, advance, alarm_milli, score, state_scores
+
+
+def stratum(min_tokens: int = 8, levels: int = 4) -> Stratum:
+    return Stratum(
+        min_tokens=min_tokens, rollouts=1000, log_kl_milli=[-9000 + 100 * j for j in range(levels)],
+        bias_centre_nano=50, bias_nano=[100 * (j + 1) for j in range(levels)],
+        margin_nano=[10 * (j + 1) for j in range(levels)],
+    )
+
+
+CALIBRATION = Calibration(verifier_profile="v", confidence_ppm=990_000, strata=[stratum(), stratum(64, 8)])
+
+
+def rollout(tokens: int = 20, log_kl: float = -20.0, bias: float = 5e-8, margin: float = 0.0) -> RolloutStatistics:
+    return RolloutStatistics(3, tokens, log_kl, bias, margin)
+
+
+@pytest.mark.parametrize("levels", range(13))
+def test_scores_ascend_within_their_range_and_have_expectation_one(levels: int) -> None:
+    scores, chances = state_scores(levels), statistics.state_chances(levels)
+    assert sum(chances) == 1
+    assert list(scores) == sorted(scores)
+    assert all(MIN_SCORE <= s <= MAX_SCORE for s in scores)
+    expectation = sum(p * math.exp(s) for p, s in zip(chances, scores, strict=True))
+    assert expectation <= 1
+    assert expectation > 0.999  # and nothing is given away
+
+
+def test_levels_that_are_exceeded_less_often_lower_the_expectation() -> None:
+    scores = state_scores(8)
+    rng = random.Random(1)
+    for _ in range(200):
+        tails = [1.0]
+        for j in range(8):
+            tails.append(min(tails[-1], 2.0 ** -(j + 1)) * rng.random())
+        masses = [a - b for a, b in zip(tails, [*tails[1:], 0.0], strict=True)]
+        assert sum(m * math.exp(s) for m, s in zip(masses, scores, strict=True)) <= 1
+
+
+def test_no_levels_say_nothing() -> None:
+    assert list(state_scores(0)) == pytest.approx([0.0])
+
+
+def test_each_statistic_speaks_and_two_sides_of_the_bias_do() -> None:
+    quiet = score(rollout(), CALIBRATION).llr_milli
+    assert quiet == round(1000 * state_scores(4)[0])
+    for loud in (rollout(log_kl=-5.0), rollout(bias=1e-3), rollout(bias=-1e-3), rollout(margin=0.5)):
+        assert score(loud, CALIBRATION).llr_milli > max(quiet, 0)
+    every = score(rollout(log_kl=-5.0, bias=1e-3, margin=0.5), CALIBRATION).llr_milli
+    assert every == math.floor(1000 * state_scores(4)[4])
+
+
+def test_a_rollout_is_compared_with_honest_ones_of_its_length() -> None:
+    assert score(rollout(tokens=7, log_kl=9.0), CALIBRATION).llr_milli == 0
+    short, long = (score(rollout(tokens=n, log_kl=-5.0), CALIBRATION).llr_milli for n in (63, 64))
+    assert short < long  # the long stratum has more levels
+
+
+def test_wild_values_fit_into_a_message() -> None:
+    found = score(rollout(log_kl=math.inf, bias=-math.inf, margin=math.nan), CALIBRATION)
+    assert found.llr_milli > 0
+
+
+def test_the_sum_has_a_floor_and_waits_for_the_second_configuration() -> None:
+    assert advance(0, -500, 10_000, confirmed=True) == 0
+    assert advance(4_000, 3_000, 10_000, confirmed=False) == 5_000
+    assert advance(6_000, 3_000, 10_000, confirmed=False) == 6_000
+    assert advance(6_000, -500, 10_000, confirmed=False) == 5_500
+    assert advance(6_000, 3_000, 10_000, confirmed=True) == 9_000
+
+
+def test_the_alarm_is_what_the_bound_asks_for() -> None:
+    policy = AuditPolicy(life_rollouts=1_000_000, alpha_ppm=1_000)
+    assert alarm_milli(policy) == math.ceil(1000 * math.log(1e9))
+
+
+def test_honest_sums_reach_a_low_alarm_less_often_than_the_bound_says() -> None:
+    """P(alarm within n rollouts) <= n exp(-alarm), for honest levels that are met exactly."""
+    rng = random.Random(5)
+    levels, alarm, n, lives = 8, 6_000, 40, 3_000
+    scores = [round(1000 * s) for s in state_scores(levels)]
+    chances = statistics.state_chances(levels)
+    crossed = 0
+    for _ in range(lives):
+        total = 0
+        for draw in rng.choices(scores, chances, k=n):
+            total = advance(total, draw, alarm, confirmed=True)
+            if total >= alarm:
+                crossed += 1
+                break
+    assert 0 < crossed / lives <= n * math.exp(-alarm / 1000)

@@ -1,0 +1,30 @@
+"""Evidence of recomputed rollouts: their statistics next to what the run's calibration says of honest ones.
+
+Pure. The scores are ``protocol.statistics``; the coordinator sums them up per node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from protocol.calibration import Calibration, RolloutEvidence
+from protocol.statistics import score
+from verifier.divergence import Residuals
+
+#: Configuration of the T2 reference (``verifier.model_shelf``). A calibration made for another one is left alone.
+T2_PROFILE: Final = "torch-fp32-sdpa"
+
+
+def weigh(residuals: Sequence[Residuals], calibration: Calibration) -> list[RolloutEvidence]:
+    """Evidence of each rollout, in their order."""
+    return [score(rollout.statistics, calibration) for rollout in residuals]
+
+
+def confirmed(first: Sequence[RolloutEvidence], second: Sequence[RolloutEvidence]) -> list[RolloutEvidence]:
+    """What two configurations agree on: of each rollout the evidence that speaks less against the node.
+
+    The smaller of two e-values is an e-value if one of them is, so the second configuration needs no calibration.
+    """
+    pairs = zip(first, second, strict=True)
+    return [min(pair, key=lambda rollout: rollout.llr_milli) for pair in pairs]
