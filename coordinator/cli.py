@@ -40,6 +40,9 @@ def init(
     max_versions: Annotated[int | None, typer.Option(min=1, help="Versions instead of the preset's number.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the run's tasks and draws repeatable.")] = None,
     store: Annotated[str, typer.Option(metavar="URL", help="dir:PATH or s3://...; default: DIR/store.")] = "",
+    calibration: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="A record of `assay verifier calibrate`; repeatable.")
+    ] = None,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", help="Change the preset, like batch.groups_per_batch=8; repeatable.")
     ] = None,
@@ -56,6 +59,7 @@ def init(
     founding = Founding(
         preset=with_settings(preset_called(preset, task), assignments or []), model=model, host=host, port=port,
         data=data, name=name, max_versions=max_versions, seed=seed, store_url=store,
+        calibrations=tuple(calibration or ()),
     )
     link = found(directory, founding, SystemClock())
     print(f"Run {link.run_id} is founded in {directory}.")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coordinator import event_log, invites
+from coordinator.calibrations import calibrated
 from coordinator.database import Database, sqlite_url
 from coordinator.keyring import new_token, write_secret
 from coordinator.presets import Preset
@@ -46,6 +47,7 @@ class Founding:
     max_versions: int | None = None  #: instead of the preset's
     seed: int | None = None  #: makes the run id, and with it all tasks and draws, repeatable
     store_url: str = ""  #: empty: ``store`` in the directory
+    calibrations: tuple[Path, ...] = ()  #: signed records; each replaces or adds the profile it is about
 
 
 def found(directory: Path, founding: Founding, clock: Clock) -> JoinLink:
@@ -112,7 +114,7 @@ def _database(directory: Path, manifest: RunManifest, now_ms: int) -> str:
 
 
 def _manifest(founding: Founding, store: Store, keys: dict[str, Identity], now_ms: int) -> RunManifest:
-    preset = founding.preset
+    preset, model = founding.preset, _model(founding, store)
     batch = preset.batch
     if founding.max_versions is not None:
         batch = batch.model_copy(update={"max_versions": founding.max_versions})
@@ -121,12 +123,12 @@ def _manifest(founding: Founding, store: Store, keys: dict[str, Identity], now_m
         name=founding.name or preset.name,
         created_at_ms=now_ms,
         expires_at_ms=now_ms + RUN_MS,
-        model=_model(founding, store),
+        model=model,
         environments=[_environment(environment, founding.data, store) for environment in preset.environments],
         sampling=_sampling(founding),
         batch=batch,
         audit=preset.audit,
-        profiles=list(preset.profiles),
+        profiles=calibrated(preset.profiles, founding.calibrations, model.layout_sha256),
         roles=Roles(
             coordinator=keys["coordinator"].public_key.hex(), learner=keys["learner"].public_key.hex(),
             verifiers=[keys["verifier"].public_key.hex()],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -54,3 +54,41 @@ def run(
     clock, identity = SystemClock(), Identity.load(settings.key)
     with CoordinatorClient(settings.coordinator, identity, deadline_s=settings.request_deadline_s) as client:
         start(settings, client, identity, clock).run(lambda: bool(stops))
+
+
+_CALIBRATE: Final = (
+    "Example: assay verifier calibrate honest/ --profile torch-cpu-bf16 --checkpoint run/store --root HEX "
+    "--key run/keys/verifier.key --out bf16.calibration"
+)
+
+
+@app.command(epilog=_CALIBRATE)
+def calibrate(
+    evidence: Annotated[list[Path], typer.Argument(exists=True, help="Evidence files of honest rollouts, or folders.")],
+    profile: Annotated[str, typer.Option(help="Profile of the nodes that made them.")],
+    checkpoint: Annotated[list[Path], typer.Option(exists=True, file_okay=False, help="As for assay audit.")],
+    root: Annotated[str, typer.Option(help="Root public key of the run, hex.")],
+    key: Annotated[Path, typer.Option(help="File with the verifier's signing key.")],
+    out: Annotated[Path, typer.Option(help="Where the signed record goes.")],
+    headroom: Annotated[float, typer.Option(min=1, help="Limits, as a multiple of the largest honest value.")] = 10.0,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the recomputation.")] = 1,
+) -> None:
+    """Measure what honest rollouts of a node profile look like to this verifier, and sign it.
+
+    The operator puts the record into a run with `assay coordinator init --calibration FILE`.
+    """
+    from protocol.clock import SystemClock
+    from protocol.identity import Identity
+    from verifier.calibrate import make_record, measure_files
+    from verifier.calibration_table import print_record
+    from verifier.material import Material
+
+    files = sorted(file for path in evidence for file in (path.rglob("*.evidence") if path.is_dir() else [path]))
+    identity, material = Identity.load(key), Material.of(checkpoint)
+    measured = None
+    for number, measured in enumerate(measure_files(files, bytes.fromhex(root), profile, material, threads), start=1):
+        print(f"\r{number} of {len(files)} files, {len(measured.residuals)} rollouts", end="", flush=True)
+    print()
+    record = make_record(measured, profile, identity, SystemClock().now_ms(), headroom=headroom)
+    out.write_bytes(record.sign(identity).to_bytes())
+    print_record(record, out)

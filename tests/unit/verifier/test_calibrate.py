@@ -1,0 +1,147 @@
+"""``assay verifier calibrate`` on real bundles, and what a session makes of its record."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from coordinator.calibrations import calibrated
+from protocol.api import E_UNCALIBRATED
+from protocol.calibration import Calibration, CalibrationRecord, Stratum
+from protocol.envelope import Envelope
+from protocol.errors import LocalFault, PeerFault
+from protocol.evidence import encode
+from tests.adversary.world import PROFILE, ROOT, RUN_ID, VERIFIER, World, quantised
+from verifier.calibrate import measure_files
+from verifier.cli import app
+from verifier.evidence import T2_PROFILE
+from verifier.material import Material
+from verifier.session import Session
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return World(tmp_path_factory.mktemp("world"), max_new_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def honest(world):
+    return [world.submission(lease, world.honest(lease)) for lease in (world.lease(), world.lease(group=1))]
+
+
+@pytest.fixture
+def files(world, honest, tmp_path):
+    folder = tmp_path / "honest"
+    folder.mkdir()
+    for number, submission in enumerate(honest):
+        (folder / f"{number}.evidence").write_bytes(encode(world.evidence(submission)))
+    return folder
+
+
+def test_a_record_is_measured_signed_and_taken_into_a_run(world, files, tmp_path):
+    VERIFIER.save(tmp_path / "verifier.key")
+    out = tmp_path / "made.calibration"
+    result = CliRunner().invoke(app, [
+        "calibrate", str(files), "--profile", PROFILE.name, "--checkpoint", str(world.store.path),
+        "--root", ROOT.public_key.hex(), "--key", str(tmp_path / "verifier.key"), "--out", str(out),
+    ])
+    assert result.exit_code == 0, result.output
+    assert "8 rollouts" in result.output
+    envelope = Envelope.from_bytes(out.read_bytes())
+    record = CalibrationRecord.open(envelope, VERIFIER.public_key, run_id=RUN_ID)
+    assert (record.rollouts, record.versions, len(record.evidence_sha256)) == (8, [1], 2)
+    assert record.tokens == sum(len(r) for lease in (0, 1) for r in world.honest(world.lease(group=lease)).rollouts)
+    limits = record.profile
+    assert 100 < limits.max_mean_kl_nano <= PROFILE.max_mean_kl_nano  # ten times what quantisation alone makes
+    assert 3_000 < limits.max_margin_micro < 2 * PROFILE.max_margin_micro
+    assert limits.calibration is not None
+    assert limits.calibration.strata == []  # eight rollouts are no distribution
+
+    [profile] = calibrated([PROFILE], [out], world.layout.sha256)
+    assert profile.max_mean_kl_nano == limits.max_mean_kl_nano
+    assert profile.calibration is not None
+    assert profile.calibration.record_sha256 == envelope.digest
+    for layout, content in (("00" * 32, out.read_bytes()), (world.layout.sha256, out.read_bytes()[:-9] + b"AAAA\"}]}")):
+        out.write_bytes(content)
+        with pytest.raises(LocalFault) as caught:
+            calibrated([PROFILE], [out], layout)
+        assert caught.value.code == "E_CONFIG"
+
+
+def test_dishonest_or_foreign_files_are_refused(world, files, honest, tmp_path):
+    material = Material.of([world.store.path])
+    with pytest.raises(LocalFault) as caught:
+        list(measure_files([files / "0.evidence"], ROOT.public_key, "another", material))
+    assert caught.value.code == "E_CALIBRATION"
+    with pytest.raises(PeerFault):
+        list(measure_files([files / "0.evidence"], VERIFIER.public_key, PROFILE.name, material))
+    lease = world.lease(group=2)
+    best = world.generate(lease, seeds={s: hashlib.sha256(bytes([s])).digest() for s in lease.samples})
+    path = tmp_path / "best.evidence"
+    path.write_bytes(encode(world.evidence(world.submission(lease, best))))
+    with pytest.raises(LocalFault) as caught:
+        list(measure_files([path], ROOT.public_key, PROFILE.name, material))
+    assert "T1.1" in str(caught.value.got)
+
+
+# -- evidence in a session ------------------------------------------------------------------------------------
+
+
+def _calibration(log_kl: int, verifier_profile: str = T2_PROFILE) -> Calibration:
+    """Eight levels for the divergence, all at ``log_kl`` thousandths; the others are never exceeded."""
+    stratum = Stratum(
+        min_tokens=1, rollouts=3_000, log_kl_milli=[log_kl] * 8, bias_centre_nano=0, bias_nano=[10**12] * 8,
+        margin_nano=[10**12] * 8,
+    )
+    return Calibration(verifier_profile=verifier_profile, confidence_ppm=990_000, strata=[stratum])
+
+
+def _judge(world, submission, **changes):
+    profile = PROFILE.model_copy(update=changes)
+    run = world.run.model_copy(update={"profiles": [profile]})
+    return Session(run, world.book, world.rewards, world.shelf).judge([submission])[0]
+
+
+def test_a_pass_carries_the_evidence_of_its_rollouts(world, honest):
+    quiet = _judge(world, honest[0], calibration=_calibration(-5_000))
+    assert quiet.outcome == "pass"
+    assert [rollout.sample for rollout in quiet.evidence] == [0, 1, 2, 3]
+    assert all(rollout.llr_milli < 0 and rollout.tokens > 0 for rollout in quiet.evidence)
+    assert all(-22_000 < rollout.log_kl_milli < -14_000 for rollout in quiet.evidence)
+    loud = _judge(world, honest[0], calibration=_calibration(-25_000))
+    assert loud.outcome == "pass"  # no single rollout decides
+    assert all(rollout.llr_milli > 1_000 for rollout in loud.evidence)
+    assert loud.tiers == ("T0", "T1", "T2")
+    other = _judge(world, honest[0], calibration=_calibration(-25_000, "another-reference"))
+    assert (other.outcome, other.evidence) == ("pass", ())
+
+
+def test_a_second_configuration_confirms_when_asked(world, honest):
+    asked = replace(honest[0], confirm=True)
+    loud = _judge(world, asked, calibration=_calibration(-25_000))
+    assert loud.tiers == ("T0", "T1", "T2", "T3")
+    assert all(rollout.llr_milli > 1_000 for rollout in loud.evidence)
+    quiet = _judge(world, asked, calibration=_calibration(-5_000))
+    assert quiet.tiers == ("T0", "T1", "T2")  # there was nothing to confirm
+
+
+def test_a_failure_carries_no_evidence(world):
+    lease = world.lease(group=3)
+    cheap = world.generate(lease, states=lambda version: quantised(world.state(version)))
+    found = _judge(world, world.submission(lease, cheap), calibration=_calibration(-25_000))
+    assert (found.outcome, found.evidence) == ("fail", ())
+
+
+def test_an_unlisted_profile_is_held_to_the_narrowest_limits_and_never_blamed(world):
+    run = world.run.model_copy(update={"audit": world.run.audit.model_copy(update={"unknown_profiles": True})})
+    session = Session(run, world.book, world.rewards, world.shelf)
+    lease = world.lease(group=3)
+    good = world.submission(lease, world.honest(lease), profile="brand-new")
+    assert session.judge([good])[0].outcome == "pass"
+    cheap = world.generate(lease, states=lambda version: quantised(world.state(version)))
+    found = session.judge([world.submission(lease, cheap, profile="brand-new")])[0]
+    assert (found.outcome, found.code) == ("inconclusive", E_UNCALIBRATED)
+    assert world.judge(good).code == "E_UNKNOWN_PROFILE"  # a run that does not take them

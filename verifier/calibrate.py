@@ -1,0 +1,146 @@
+"""Measure honest rollouts from evidence files and make a calibration record of them."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from protocol.calibration import Calibration, CalibrationRecord, Profile
+from protocol.errors import LocalFault, code
+from protocol.evidence import Evidence
+from protocol.identity import Identity
+from protocol.messages import RunManifest
+from verifier.audit import read_evidence
+from verifier.checkpoints import CheckpointBook
+from verifier.divergence import Residuals
+from verifier.evidence import T2_PROFILE
+from verifier.findings import Report
+from verifier.material import Material
+from verifier.model_files import fetch_model_files
+from verifier.model_shelf import ModelShelf
+from verifier.null_distribution import CONFIDENCE, strata_of
+from verifier.structure import check_structure, open_submission
+from verifier.submission import Opened, Submission
+from verifier.tokens import check_tokens
+
+E_CALIBRATION = code("E_CALIBRATION", "evidence files do not make a calibration: another run, a failed check, too few")
+
+#: Limits are this many times the largest honest value: a single rollout must be far outside to fail alone.
+HEADROOM: Final = 10.0
+
+
+@dataclass
+class Honest:
+    """What was measured so far."""
+
+    residuals: list[Residuals] = field(default_factory=list)
+    versions: set[int] = field(default_factory=set)
+    evidence: list[str] = field(default_factory=list)
+    run: RunManifest | None = None
+
+
+def measure_files(
+    files: Sequence[Path], root: bytes, profile: str, material: Material, threads: int = 1
+) -> Iterator[Honest]:
+    """Recompute the rollouts of each file; the same object grows from file to file.
+
+    Raises:
+        LocalFault: ``E_CALIBRATION`` for another run, another profile, or a rollout that fails T0 or T1; what the
+            material raises.
+        PeerFault: a file is malformed or not of this root key's run.
+    """
+    honest = Honest()
+    with tempfile.TemporaryDirectory(prefix="assay-calibrate-") as folder:
+        for file in files:
+            evidence, run = read_evidence(file.read_bytes(), root)
+            if honest.run is not None and honest.run.run_id != run.run_id:
+                raise _unfit(file, "the run of the other files", run.run_id)
+            honest.run = run
+            opened, book = _open(file, evidence, run, profile)
+            fetch_model_files(run.model, Path(folder), material.fetch)
+            shelf = ModelShelf(
+                Path(folder), material.layout(run), material.states(run, book), threads=threads
+            )
+            honest.residuals += shelf("T2").residuals([opened])[0]
+            honest.versions |= {s.version for rollout in opened.bundle.rollouts for s in rollout.segments}
+            honest.evidence.append(evidence.sha256)
+            yield honest
+
+
+def _open(file: Path, evidence: Evidence, run: RunManifest, profile: str) -> tuple[Opened, CheckpointBook]:
+    """The submission, once its structure and every draw hold, and the manifests it rests on."""
+    report, book = Report(), CheckpointBook(run, complete=False)
+    book.add(evidence.checkpoints)
+    submission = Submission(
+        evidence.lease, evidence.commitment, evidence.receipt, evidence.node_public_key, evidence.bundle, drawn=True
+    )
+    opened = open_submission(run, submission, book, report)
+    if opened is not None:
+        check_structure(opened, book, report)
+        if report.clean:
+            check_tokens(opened, report)
+    if opened is None or not report.clean:
+        failed = next(finding for finding in report.findings if not finding.ok)
+        raise _unfit(file, "honest rollouts", f"{failed.check}: {failed.got}")
+    if opened.commitment.profile != profile:
+        raise _unfit(file, f"rollouts of profile {profile}", opened.commitment.profile)
+    return opened, book
+
+
+def _unfit(file: Path, expected: str, got: str) -> LocalFault:
+    return LocalFault(E_CALIBRATION, f"{file} is of no use here", expected=expected, got=got)
+
+
+def make_record(
+    honest: Honest | None, profile: str, identity: Identity, now_ms: int, *, headroom: float = HEADROOM
+) -> CalibrationRecord:
+    """The record of what was measured.
+
+    Raises:
+        LocalFault: ``E_CALIBRATION`` when nothing was measured.
+    """
+    run = None if honest is None else honest.run
+    if honest is None or run is None or not honest.residuals:
+        raise LocalFault(E_CALIBRATION, "nothing was measured", expected="at least one evidence file")
+    statistics = [rollout.statistics for rollout in honest.residuals]
+    calibration = Calibration(
+        verifier_profile=T2_PROFILE, confidence_ppm=round(CONFIDENCE * 1e6), strata=strata_of(statistics)
+    )
+    return CalibrationRecord(
+        run_id=run.run_id, verifier_public_key=identity.public_key.hex(),
+        profile=limits(honest.residuals, profile, headroom).model_copy(update={"calibration": calibration}),
+        layout_sha256=run.model.layout_sha256, rollouts=len(statistics),
+        tokens=sum(len(rollout.kl_T) for rollout in honest.residuals),
+        stochastic_tokens=sum(rollout.tokens for rollout in statistics), versions=sorted(honest.versions),
+        evidence_sha256=sorted(honest.evidence), issued_at_ms=now_ms,
+    )
+
+
+def limits(residuals: Sequence[Residuals], profile: str, headroom: float = HEADROOM) -> Profile:
+    """Limits that no single honest value comes near: ``headroom`` times the largest, rounded up."""
+    margins = [
+        *(rollout.entry_T for rollout in residuals), *(rollout.omitted_T for rollout in residuals),
+        *(rollout.tail_draw_T for rollout in residuals), *(rollout.tail_token_T for rollout in residuals),
+        *(rollout.margin_T / 2 for rollout in residuals), *(rollout.tail_mass_T for rollout in residuals),
+    ]
+    return Profile(
+        name=profile,
+        max_mean_kl_nano=_limit([np.array([rollout.mean_kl]) for rollout in residuals], headroom * 1e9),
+        max_token_kl_micro=_limit([rollout.kl_T for rollout in residuals], headroom * 1e6),
+        max_margin_micro=_limit(margins, headroom * 1e6),
+    )
+
+
+def _limit(columns: Sequence[np.ndarray], scale: float) -> int:
+    """``scale`` times the largest known value, at least one unit."""
+    known = [float(values.max()) for column in columns if len(values := column[~np.isnan(column)])]
+    largest = max(known, default=0.0)
+    if not math.isfinite(largest):
+        raise LocalFault(E_CALIBRATION, "a rollout is infinitely far from the reference", expected="honest rollouts")
+    return max(1, math.ceil(largest * scale))
