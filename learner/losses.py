@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -67,8 +67,8 @@ class TokenRule:
 
     def rows(self, start: int, stop: int) -> TokenRule:
         """The rule of tokens ``start`` to ``stop``."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: value[start:stop] for name, value in tensors.items()})
+        cut: dict[str, Any] = {n: value[start:stop] for n, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **cut)
 
 
 def token_rule(lag_N: Tensor, signal_N: Tensor, correction: Correction, *, cap_N: Tensor | None = None,
