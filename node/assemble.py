@@ -19,7 +19,10 @@ from protocol.clock import Clock
 from protocol.errors import E_EXPIRED, LocalFault, PeerFault, code
 from protocol.identity import Identity
 from protocol.messages import CheckpointManifest, RunManifest, SamplingRules
+from protocol.weights.cache import ChunkCache
 from protocol.weights.layout import Layout
+from protocol.weights.pool import SourcePool
+from protocol.weights.sources import HttpSource, source_at
 
 E_NODE_PROFILE = code("E_NODE_PROFILE", "the run has no thresholds for this node's engine profile")
 
@@ -78,7 +81,7 @@ def assemble(
         require_enrolled(config.drill, client.node(identity.id))
         _LOG.warning("this node is a drill and cheats on purpose: %s", config.drill)
     layout = fetch_model(client, run, home.model, home.write)
-    weights = open_weights(home, run, layout, client, clock, threads=config.threads)
+    weights = open_weights(home, config, run, layout, client, clock)
     source = drilled_weights(config.drill, weights, layout)
     honest = make_engine(
         home.model, layout, run.sampling, source, slots=config.batch, threads=config.threads
@@ -103,14 +106,21 @@ def check_run(run: RunManifest, clock: Clock) -> None:
 
 
 def open_weights(
-    home: Home, run: RunManifest, layout: Layout, client: CoordinatorClient, clock: Clock, *, threads: int
+    home: Home, config: NodeConfig, run: RunManifest, layout: Layout, client: CoordinatorClient, clock: Clock
 ) -> Weights:
-    """The run's weights as far as the home holds them; ``state.json`` follows them."""
+    """The run's weights as far as the home holds them; ``state.json`` follows them.
+
+    Raises:
+        LocalFault: ``E_STORE``, ``E_STORE_URL`` for an address among the mirrors that makes no sense.
+    """
 
     def write_state(manifest: CheckpointManifest) -> None:
         home.write_state(manifest.version, manifest.state_root, clock.now_ms())
 
-    weights = Weights(client, run, layout, home.weights, threads=threads, on_version=write_state)
+    sources = [HttpSource.coordinator(client.base_url), *map(source_at, config.mirrors)]
+    cache = ChunkCache(home.chunks, max_bytes=config.chunk_cache_mb * 2**20)
+    pool = SourcePool(sources, cache, clock=clock)
+    weights = Weights(client, pool, run, layout, home.weights, threads=config.threads, on_version=write_state)
     weights.restore()
     return weights
 

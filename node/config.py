@@ -38,6 +38,10 @@ class NodeConfig(Config):
     #: after SIGTERM: time to finish what is begun and to upload it
     save_s: Annotated[float, Field(gt=0)] = 120.0
     #: how often the weights are saved for a quick restart
+    mirrors: tuple[str, ...] = ()
+    #: more places to fetch weights from: http(s)://HOST/PATH, dir:PATH, s3://BUCKET/PREFIX; none of them is trusted
+    chunk_cache_mb: Annotated[int, Field(ge=16)] = 4096
+    #: fetched chunks kept on disk, in MiB; the oldest go first
     min_free_mb: Annotated[int, Field(ge=0)] = 256
     #: no new work below this much free disk, in MiB
     log_level: str = "INFO"

@@ -38,6 +38,7 @@ class Home:
         self.key = path / "key"
         self.model = path / "model"
         self.weights = path / "weights"
+        self.chunks = path / "chunks"
         self.spool = path / "spool"
         self.log = path / "node.log"
         self._pin, self._manifest = path / "node.json", path / "manifest.json"

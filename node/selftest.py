@@ -69,7 +69,7 @@ def selftest(
     run = home.manifest()
     check_run(run, clock)
     layout = fetch_model(client, run, home.model, home.write)
-    weights = open_weights(home, run, layout, client, clock, threads=config.threads)
+    weights = open_weights(home, config, run, layout, client, clock)
     weights.poll(clock.now_ms())
     engine = make_engine(home.model, layout, run.sampling, weights, slots=config.batch, threads=config.threads)
     requests = _requests(home, run, client, weights.newest(), rollouts)

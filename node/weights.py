@@ -8,23 +8,22 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
 from protocol.envelope import Envelope
-from protocol.errors import LocalFault, PeerFault
+from protocol.errors import AssayError, LocalFault, PeerFault
 from protocol.messages import CheckpointManifest, RunManifest
 from protocol.weights.chain import CheckpointFollower, open_manifest
 from protocol.weights.layout import Layout, State
 from protocol.weights.link import E_CHECKPOINT_MIX
+from protocol.weights.pool import SourcePool
+from protocol.weights.way import Way
 
 _LOG = logging.getLogger(__name__)
 
-#: Longest object of a checkpoint that is fetched ahead into memory, in bytes.
-MAX_AHEAD_BYTES: Final = 2**30
-
 
 class Published(Protocol):
-    """Where checkpoints come from; :class:`protocol.client.CoordinatorClient` is one."""
+    """Who tells of checkpoints; :class:`protocol.client.CoordinatorClient` is one."""
 
     def head(self) -> Envelope:
         """The newest checkpoint head."""
@@ -38,26 +37,37 @@ class Published(Protocol):
         """Manifests of versions first to last."""
         ...
 
+    def skips(self, name: str) -> bytes | None:
+        """Announced skips by name."""
+        ...
+
+
+class Objects(Protocol):
+    """Small objects by hash; :class:`protocol.client.CoordinatorClient` is one."""
+
     def fetch(self, sha256: str) -> bytes:
         """The object with this hash."""
         ...
 
 
 class Weights:
-    """Implements :class:`node.engine.WeightSource`. The lock is held while a diff is applied or a state is read."""
+    """Implements :class:`node.engine.WeightSource`. The lock is held while a diff is applied or a state is read.
+
+    Chunks come from ``pool``, whose sources may come and go.
+    """
 
     def __init__(
-        self, published: Published, run: RunManifest, layout: Layout, folder: Path, *, threads: int = 1,
-        on_version: Callable[[CheckpointManifest], None] | None = None,
+        self, published: Published, pool: SourcePool, run: RunManifest, layout: Layout, folder: Path, *,
+        threads: int = 1, on_version: Callable[[CheckpointManifest], None] | None = None,
     ):
-        self._published, self._run, self._folder, self._on_version = published, run, folder, on_version
+        self._published, self.pool, self._run, self._folder = published, pool, run, folder
+        self._on_version = on_version
         self._lock, self._polling = threading.RLock(), threading.Lock()
-        self._ahead: dict[str, bytes] = {}
         self._manifests: dict[int, CheckpointManifest] = {}
         self._newest, self._announced = -1, -1
         self._follower = CheckpointFollower(
-            self._object, run.roles.learner, run.run_id, layout, manifests=published.checkpoints,
-            keep_versions=run.batch.max_lag_versions + 2, threads=threads,
+            pool.fetch, run.roles.learner, run.run_id, layout, manifests=published.checkpoints,
+            skips=published.skips, keep_versions=run.batch.max_lag_versions + 2, threads=threads,
         )
 
     # -- for the engine ----------------------------------------------------------------------------------
@@ -106,17 +116,13 @@ class Weights:
         head = self._published.head()
         with self._lock:
             self._announced = self._follower.verify_head(head, now_ms).version
-            span = self._follower.plan(self._follower.verify_head(head, now_ms))
-        if span is None:
+        way = self._follower.way_to(head, now_ms)  # only a poll moves the follower, so the engine need not wait
+        if way is None:
             return False
-        try:
-            if span[0] > 0:
-                self._fetch_ahead(*span)
-            with self._lock:
-                moved = self._follower.catch_up(head, now_ms)
-                self._note()
-        finally:
-            self._ahead.clear()
+        self._fetch_ahead(way)
+        with self._lock:
+            moved = self._follower.follow(way)
+            self._note()
         return moved
 
     def prepare(self, version: int) -> None:
@@ -178,26 +184,19 @@ class Weights:
         if self._on_version is not None:
             self._on_version(manifest)
 
-    def _object(self, sha256: str) -> bytes:
-        data = self._ahead.get(sha256)
-        return self._published.fetch(sha256) if data is None else data
-
-    def _fetch_ahead(self, first: int, last: int) -> None:
-        """Fetch the diffs on the way while the engine goes on; whatever is wrong with them shows when applied."""
-        total = 0
-        for envelope in self._published.checkpoints(first, last):
-            for ref in _manifest(envelope).diff:
-                total += ref.size_bytes
-                if total > MAX_AHEAD_BYTES:
-                    return
-                self._ahead[ref.sha256] = self._published.fetch(ref.sha256)
+    def _fetch_ahead(self, way: Way) -> None:
+        """Have the chunks on the way on disk while the engine goes on; what is wrong with them shows when applied."""
+        if way.nbytes > self.pool.cache.max_bytes // 2:
+            return
+        try:
+            self.pool.fetch_all(way.refs)
+        except AssayError as error:
+            if not any(step.relay for step in way.steps):
+                raise
+            _LOG.info("a way with skips cannot be fetched whole", extra={"code": error.code})
 
 
-def _manifest(envelope: Envelope) -> CheckpointManifest:
-    return CheckpointManifest.from_payload(envelope.payload)
-
-
-def fetch_model(published: Published, run: RunManifest, folder: Path, write: Callable[[Path, bytes], None]) -> Layout:
+def fetch_model(objects: Objects, run: RunManifest, folder: Path, write: Callable[[Path, bytes], None]) -> Layout:
     """Have the model's files (configuration, tokenizer) and its layout in ``folder``; the layout.
 
     Raises:
@@ -208,5 +207,5 @@ def fetch_model(published: Published, run: RunManifest, folder: Path, write: Cal
     for name, sha256 in files:
         path = folder / name
         if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
-            write(path, published.fetch(sha256))
+            write(path, objects.fetch(sha256))
     return Layout.from_bytes((folder / "layout.json").read_bytes())

@@ -35,6 +35,7 @@ from protocol.clock import Clock, SystemClock
 from protocol.envelope import Envelope
 from protocol.errors import (
     E_KEY_FILE,
+    E_NOT_FOUND,
     E_OBJECT_HASH,
     E_SCHEMA,
     E_TOO_LARGE,
@@ -59,6 +60,7 @@ from protocol.messages import (
     UploadRequest,
     Verdict,
 )
+from protocol.store import MAX_ANNOUNCEMENT_BYTES
 from protocol.swarm.announce import PeerAnnounce
 from protocol.validation import expectation
 
@@ -160,6 +162,18 @@ class CoordinatorClient:
             return data
 
         return self._retry(f"fetch object {sha256[:16]}", once)
+
+    def skips(self, name: str) -> bytes | None:
+        """The announcement of skips under a name of the store's index (unchecked); None when there is none."""
+        path = f"/v1/skips/{name}"
+        try:
+            return self._retry(
+                f"GET {path}", lambda timeout_s: self._read("GET", path, timeout_s, MAX_ANNOUNCEMENT_BYTES)
+            )
+        except LocalFault as error:
+            if error.code != E_NOT_FOUND:
+                raise
+            return None
 
     def admitted(self, limit: int) -> list[AdmittedGroup]:
         """Complete, verified, unconsumed groups, oldest first."""

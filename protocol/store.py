@@ -22,6 +22,8 @@ E_STORE_URL = code("E_STORE_URL", "the address of an object store is malformed")
 
 #: Largest object a store hands out unless told otherwise, in bytes.
 MAX_OBJECT_BYTES: Final = 256 * 2**20
+#: Most bytes read of one entry of the index.
+MAX_ANNOUNCEMENT_BYTES: Final = 2**20
 _HEX: Final = re.compile(r"[0-9a-f]{64}")
 
 
@@ -79,6 +81,25 @@ class Store(Protocol):
 
     def delete(self, sha256: str) -> None:
         """Forget the object; nothing happens when it is not there."""
+        ...
+
+    def announce(self, name: str, data: bytes) -> None:
+        """Leave ``data`` under ``name`` (64 hex digits) in the index, in place of what was there. For hints only:
+        nothing in the index is trusted.
+
+        Raises:
+            LocalFault: ``E_STORE``.
+            Transient: the service cannot be reached.
+        """
+        ...
+
+    def announced(self, name: str) -> bytes | None:
+        """What was left under ``name``, at most ``MAX_ANNOUNCEMENT_BYTES`` of it; None when there is nothing.
+
+        Raises:
+            LocalFault: ``E_STORE``.
+            Transient: the service cannot be reached.
+        """
         ...
 
     def presign_put(self, sha256: str, size: int, expires_s: int) -> PresignedRequest | None:
@@ -218,6 +239,25 @@ class DirectoryStore:
             self._file(sha256).unlink(missing_ok=True)
         except OSError as error:
             raise _failed("delete from", error) from None
+
+    def announce(self, name: str, data: bytes) -> None:
+        """See :meth:`Store.announce`."""
+        file = self.path / "index" / check_key(name)
+        try:
+            file.parent.mkdir(exist_ok=True)
+            self._write(file, data)
+        except OSError as error:
+            raise _failed("write to", error) from None
+
+    def announced(self, name: str) -> bytes | None:
+        """See :meth:`Store.announced`."""
+        try:
+            with (self.path / "index" / check_key(name)).open("rb") as file:
+                return file.read(MAX_ANNOUNCEMENT_BYTES)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _failed("read from", error) from None
 
     def presign_put(self, sha256: str, size: int, expires_s: int) -> PresignedRequest | None:
         """None: a directory serves no requests."""

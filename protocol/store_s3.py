@@ -15,8 +15,16 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, ProfileNotFound
 
-from protocol.errors import E_STORE, E_UNREACHABLE, LocalFault, Transient
-from protocol.store import MAX_OBJECT_BYTES, PresignedRequest, check_key, check_object, check_size, missing
+from protocol.errors import E_NOT_FOUND, E_STORE, E_UNREACHABLE, LocalFault, Transient
+from protocol.store import (
+    MAX_ANNOUNCEMENT_BYTES,
+    MAX_OBJECT_BYTES,
+    PresignedRequest,
+    check_key,
+    check_object,
+    check_size,
+    missing,
+)
 
 #: Seconds to wait for a connection, and for the service to send the next bytes.
 _CONNECT_TIMEOUT_S: Final = 5
@@ -129,6 +137,27 @@ class S3Store:
     def delete(self, sha256: str) -> None:
         """See :meth:`protocol.store.Store.delete`."""
         _ask("delete", sha256, lambda: self._client.delete_object(**self._at(sha256)), quiet=_ABSENT)
+
+    def announce(self, name: str, data: bytes) -> None:
+        """See :meth:`protocol.store.Store.announce`."""
+        _ask("write", name, lambda: self._client.put_object(**self._entry(name), Body=data))
+
+    def announced(self, name: str) -> bytes | None:
+        """See :meth:`protocol.store.Store.announced`."""
+        try:
+            return _ask("read", name, lambda: self._read_entry(name))
+        except LocalFault as error:
+            if error.code != E_NOT_FOUND:
+                raise
+            return None
+
+    def _read_entry(self, name: str) -> bytes:
+        with self._client.get_object(**self._entry(name))["Body"] as body:
+            data: bytes = body.read(MAX_ANNOUNCEMENT_BYTES)
+        return data
+
+    def _entry(self, name: str) -> dict[str, str]:
+        return {"Bucket": self._bucket, "Key": f"{self._prefix}index/{check_key(name)}"}
 
     def presign_put(self, sha256: str, size: int, expires_s: int) -> PresignedRequest | None:
         """A PUT that the service accepts only with these bytes: length and checksum are signed."""

@@ -21,8 +21,12 @@ class VerifierConfig(Config):
     #: root public key of the run, hex; everything else is checked against it
     store: str | None = None
     #: the object store, read directly: dir:PATH or s3://BUCKET/PREFIX; without it objects come from the coordinator
+    mirrors: tuple[str, ...] = ()
+    #: more places to fetch weights from: http(s)://HOST/PATH, dir:PATH, s3://BUCKET/PREFIX; none of them is trusted
     work: Path = Path("verifier-work")
-    #: folder for the model's files and nothing else
+    #: folder for the model's files and fetched chunks; nothing in it needs a backup
+    chunk_cache_mb: Annotated[int, Field(ge=16)] = 4096
+    #: fetched chunks kept on disk, in MiB; the oldest go first
     device: str = "cpu"
     #: torch device of the recomputation
     threads: Annotated[int, Field(ge=1, le=1024)] = 1

@@ -92,7 +92,10 @@ class Material:
         """Weights of any version: a folder with the right root, else rebuilt from a store."""
         layout = self.layout(run)
         fitting = [state for found, state in self.loaded if found.sha256 == layout.sha256]
-        return Folders(layout, book, fitting, StateRing(layout, book, self.fetch) if self.stores else None)
+        return Folders(layout, book, fitting, StateRing(layout, book, self._chunk) if self.stores else None)
+
+    def _chunk(self, sha256: str, size: int) -> bytes:
+        return self.fetch(sha256)
 
     def _small_files(self) -> Iterator[Path]:
         yield from self.files

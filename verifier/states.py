@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 from protocol.errors import LocalFault, code
 from protocol.messages import ChunkRef
+from protocol.weights.cache import Fetch, verified_chunks
 from protocol.weights.diff import Undo, apply_patch, decode_anchor, decode_diff
 from protocol.weights.follower import E_STATE_ROOT
 from protocol.weights.layout import Layout, State
@@ -38,7 +39,7 @@ class StateRing:
     """States rebuilt from a store's objects; each root is checked the first time a version is reached."""
 
     def __init__(
-        self, layout: Layout, book: CheckpointBook, fetch: Callable[[str], bytes], *, kept_undos: int = KEPT_UNDOS
+        self, layout: Layout, book: CheckpointBook, fetch: Fetch, *, kept_undos: int = KEPT_UNDOS
     ):
         self._layout, self._book, self._fetch, self._kept_undos = layout, book, fetch, kept_undos
         self._state: State | None = None
@@ -104,13 +105,13 @@ class StateRing:
         self._rooted.add(version)
 
     def _get(self, refs: Sequence[ChunkRef]) -> list[bytes]:
-        return [self._chunk(ref.sha256) for ref in refs]
+        return list(verified_chunks(self._chunk, refs))
 
-    def _chunk(self, sha256: str) -> bytes:
+    def _chunk(self, sha256: str, size: int) -> bytes:
         if sha256 in self._chunks:
             self._chunks.move_to_end(sha256)
             return self._chunks[sha256]
-        data = self._fetch(sha256)
+        data = self._fetch(sha256, size)
         self._chunks[sha256] = data
         total = sum(map(len, self._chunks.values()))
         while total > KEPT_CHUNK_BYTES and len(self._chunks) > 1:

@@ -14,7 +14,10 @@ from protocol.errors import E_WRONG_KEY, AssayError, LocalFault, PeerFault, Tran
 from protocol.identity import Identity
 from protocol.messages import AuditClaim, CheckpointHead, Lease, Receipt, RunManifest, Verdict
 from protocol.store import open_store
+from protocol.weights.cache import ChunkCache
 from protocol.weights.layout import Layout
+from protocol.weights.pool import SourcePool
+from protocol.weights.sources import ChunkSource, HttpSource, source_at, source_of
 from verifier.checkpoints import CheckpointBook
 from verifier.config import VerifierConfig
 from verifier.findings import Judgement, Report
@@ -154,7 +157,14 @@ def start(config: VerifierConfig, client: CoordinatorClient, identity: Identity,
     model_dir = fetch_model_files(run.model, config.work / "model", fetch)
     layout = Layout.from_bytes(fetch(run.model.layout_sha256))
     book = CheckpointBook(run)
-    states = StateRing(layout, book, fetch, kept_undos=config.kept_undos)
+    states = StateRing(layout, book, _pool(config, clock).fetch, kept_undos=config.kept_undos)
     shelf = ModelShelf(model_dir, layout, states, device=config.device, threads=config.threads)
     session = Session(run, book, Rewards(run, model_dir, fetch), shelf)
     return Worker(client, identity, session, fetch, clock=clock, poll_s=config.poll_s)
+
+
+def _pool(config: VerifierConfig, clock: Clock) -> SourcePool:
+    """Where chunks of weights come from: the store when it can be read directly, the coordinator, mirrors."""
+    sources: list[ChunkSource] = [] if config.store is None else [source_of(open_store(config.store), "store")]
+    sources += [HttpSource.coordinator(config.coordinator), *map(source_at, config.mirrors)]
+    return SourcePool(sources, ChunkCache(config.work / "chunks", max_bytes=config.chunk_cache_mb * 2**20), clock=clock)

@@ -12,6 +12,7 @@ from coordinator.edge import problem_response
 from coordinator.routes.common import Desk
 from protocol.api import E_RANGE
 from protocol.errors import E_USAGE, PeerFault
+from protocol.store import missing
 
 router = APIRouter(prefix="/v1", tags=["objects"])
 
@@ -41,6 +42,15 @@ def get_object(request: Request, desk: Desk, sha256: str) -> Response:
     first, last = span
     headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
     return Response(data[first : last + 1], status_code=206, media_type=media_type, headers=headers)
+
+
+@router.get("/skips/{name}", response_class=Response, responses={404: {}})
+def get_skips(desk: Desk, name: str) -> Response:
+    """Merged diffs that lead to a version, as relays announced them; nothing vouches for them."""
+    data = desk.store.announced(name)
+    if data is None:
+        raise missing(name)
+    return Response(data, media_type="application/json", headers={"Cache-Control": "no-cache"})
 
 
 def byte_range(header: str, size: int) -> tuple[int, int] | None:

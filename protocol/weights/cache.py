@@ -6,17 +6,26 @@ power cut tears fails its hash and is fetched again.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-from collections.abc import Callable
+import os
+import shutil
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
 
-from protocol.errors import E_NOT_FOUND, E_OBJECT_HASH, E_STORE, LocalFault
+from protocol.errors import E_NOT_FOUND, E_OBJECT_HASH, E_STORE, LocalFault, PeerFault
+from protocol.messages import ChunkRef
 from protocol.store import DirectoryStore, check_key
+from protocol.weights.chunk import MAX_CHUNK_BYTES
+from protocol.weights.streams import E_CHUNK_LIMIT
 
 #: Bytes of whole chunks kept unless told otherwise; the oldest go first.
 DEFAULT_CACHE_BYTES: Final = 4 * 2**30
 
+#: Bytes of an object by hash and size; may return anything, what it returns is checked.
+Fetch = Callable[[str, int], bytes]
 _R = TypeVar("_R")
 
 
@@ -31,9 +40,22 @@ class ChunkCache:
         """
         self.path, self.max_bytes = path, max_bytes
         self.store = DirectoryStore(path)  #: the whole chunks; may be served to others
-        self._partial = path / "partial"
-        self._act("open", lambda: self._partial.mkdir(exist_ok=True))
+        self._partial = self._act("open", self._drafts_folder)
         self._bytes = sum(file.stat().st_size for file in self._files())
+
+    def _drafts_folder(self) -> Path:
+        """``partial``, or a folder of this process's own while another process writes there."""
+        folder = self.path / "partial"
+        folder.mkdir(exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            folder = self.path / f"partial-{os.getpid()}"
+            folder.mkdir(exist_ok=True)
+            weakref.finalize(self, shutil.rmtree, folder, True)
+        return folder
 
     def get(self, sha256: str) -> bytes | None:
         """A whole chunk, hash checked; None when it is not here or was damaged."""
@@ -110,6 +132,26 @@ class ChunkCache:
             return act()
         except OSError as error:
             raise _failed(what, error) from None
+
+
+def verified_chunks(fetch: Fetch, refs: Iterable[ChunkRef]) -> Iterator[bytes]:
+    """Chunks in order, each of the stated size and hash before anybody decodes it.
+
+    Raises:
+        PeerFault: ``E_CHUNK_LIMIT``, ``E_OBJECT_HASH``.
+        AssayError: the errors of ``fetch``.
+    """
+    for ref in refs:
+        if ref.size_bytes > MAX_CHUNK_BYTES:
+            raise PeerFault(E_CHUNK_LIMIT, "chunk too large", expected=f"<= {MAX_CHUNK_BYTES}", got=ref.size_bytes)
+        data = fetch(ref.sha256, ref.size_bytes)
+        if not matches(ref.sha256, ref.size_bytes, data):
+            raise PeerFault(
+                E_OBJECT_HASH, "the source served other bytes than the manifest names",
+                expected=f"{ref.size_bytes} bytes with hash {ref.sha256}", got=f"{len(data)} bytes",
+                hint="fetch from another source",
+            )
+        yield data
 
 
 def matches(sha256: str, size: int, data: bytes) -> bool:

@@ -1,49 +1,51 @@
 """Following the learner's checkpoints: a rule engine that holds the newest verified state.
 
-Bytes come in through ``fetch`` and ``manifests``; nothing in them is trusted before a signature or a hash says so. A
-version is applied as a transaction: the state is either the old one or the new one, verified, bit by bit. Not
-thread-safe: one caller at a time. Spec: ``docs/spec/weights.md``, "Following".
+Bytes come in through ``fetch``, ``manifests`` and ``skips``; nothing in them is trusted before a signature or a hash
+says so. A version is applied as a transaction: the state is either the old one or the new one, verified, bit by bit.
+Not thread-safe: one caller at a time. Spec: ``docs/spec/weights.md``, "Following".
 """
 
 from __future__ import annotations
 
-import hashlib
+import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from protocol.envelope import Envelope
-from protocol.errors import E_OBJECT_HASH, LocalFault, PeerFault, code
+from protocol.errors import AssayError, LocalFault, PeerFault, code
 from protocol.messages import CheckpointHead, CheckpointManifest, ChunkRef
 from protocol.weights import snapshot
-from protocol.weights.chunk import MAX_CHUNK_BYTES
+from protocol.weights.cache import Fetch, verified_chunks
 from protocol.weights.diff import Undo, apply_patch, decode_anchor, decode_diff
 from protocol.weights.layout import Layout, State, copy_state
 from protocol.weights.link import (
-    E_CHECKPOINT_GAP,
     E_CHECKPOINT_MIX,
     E_CHECKPOINT_ROLLBACK,
     Link,
+    Manifests,
     check_follows,
     open_chain,
+    walk_back,
 )
+from protocol.weights.skips import FindSkips
 from protocol.weights.state_root import state_root
-from protocol.weights.streams import E_CHUNK_LIMIT
+from protocol.weights.streams import E_CHUNK, E_CHUNK_LIMIT
+from protocol.weights.way import Step, Way, cheapest_way
 
 E_STATE_ROOT = code("E_STATE_ROOT", "a checkpoint's chunks do not make the state its manifest names")
 E_STATE_DAMAGED = code("E_STATE_DAMAGED", "our own copy of the weights changed since it was verified")
 E_NO_VERSION = code("E_NO_VERSION", "a version of the weights is not at hand and cannot be rebuilt")
 
-#: Manifests asked for at once while walking back to an anchor.
-_WINDOW: Final = 64
+logger = logging.getLogger(__name__)
+
 #: Manifests remembered; older ones are asked for again when needed.
 _MAX_LINKS: Final = 4096
 
-#: Bytes of an object by hash; may return anything, what it returns is checked.
-Fetch = Callable[[str], bytes]
-#: Manifests of versions first to last, both included; may return anything, what it returns is checked.
-Manifests = Callable[[int, int], Sequence[Envelope]]
+#: Faults of a skip that are its builder's doing.
+_RELAY_FAULTS: Final = frozenset({E_CHUNK, E_CHUNK_LIMIT, E_STATE_ROOT})
+
 
 
 class CheckpointFollower:
@@ -57,23 +59,26 @@ class CheckpointFollower:
         layout: Layout,
         *,
         manifests: Manifests | None = None,
+        skips: FindSkips | None = None,
         keep_versions: int = 8,
         keep_states: int = 2,
         threads: int = 2,
     ):
         """Follow nothing yet.
 
-        ``manifests`` is needed by :meth:`catch_up` and to rebuild old versions. ``keep_versions`` undo logs and
-        ``keep_states`` whole old states are kept for :meth:`state_at`. ``threads`` hash the state.
+        ``manifests`` is needed by :meth:`catch_up` and to rebuild old versions; ``skips`` finds announced skips.
+        ``keep_versions`` undo logs and ``keep_states`` whole old states are kept for :meth:`state_at`. ``threads``
+        hash the state.
         """
         self._fetch, self._key, self._run_id, self.layout = fetch, learner_key, run_id, layout
-        self._manifests, self._threads, self._keep_states = manifests, threads, keep_states
+        self._manifests, self._skips, self._threads, self._keep_states = manifests, skips, threads, keep_states
         self._state: State | None = None
         self._link: Link | None = None
         self._links: dict[int, Link] = {}
         self._undo: deque[tuple[int, Undo]] = deque(maxlen=keep_versions)
         self._built: OrderedDict[int, State] = OrderedDict()
         self._head: tuple[CheckpointHead, Envelope] | None = None
+        self._refused: set[str] = set()  #: relays whose skips were wrong
 
     # -- what is held ------------------------------------------------------------------------------------
 
@@ -162,45 +167,41 @@ class CheckpointFollower:
         return (first, head.version) if first <= head.version else None
 
     def catch_up(self, head: Envelope, now_ms: int) -> bool:
-        """Verify ``head``, fetch the manifests back to our version or an anchor, and advance. True when it moved.
+        """Verify ``head``, fetch the manifests on the way, and go the cheapest way. True when the state moved.
 
         Raises:
             PeerFault: as :meth:`verify_head` and :meth:`advance`.
-            LocalFault: ``E_NO_VERSION`` without a source of manifests.
+            LocalFault: ``E_NO_VERSION`` without a source of manifests; as :meth:`advance`.
+        """
+        way = self.way_to(head, now_ms)
+        return way is not None and self.follow(way)
+
+    def way_to(self, head: Envelope, now_ms: int) -> Way | None:
+        """The first half of :meth:`catch_up`: the cheapest way to ``head``, for :meth:`follow`; None when it is held.
+
+        Raises:
+            PeerFault, LocalFault: as :meth:`catch_up`.
         """
         span = self.plan(self.verify_head(head, now_ms))
         if span is None:
-            return False
-        before = self.version
-        return self.advance(self._walk_back(*span)) != before
+            return None
+        return self._way(self._walk_back(*span, past_anchors=self._link is not None))
 
-    def _walk_back(self, first: int, last: int) -> list[Envelope]:
-        """Envelopes of versions up to ``last``, from ``first`` or from an anchor after it."""
+    def _walk_back(self, first: int, last: int, *, past_anchors: bool) -> list[Envelope]:
         if self._manifests is None:
             raise LocalFault(E_NO_VERSION, f"version {last} is not at hand", hint="no source of manifests is set")
-        envelopes: list[Envelope] = []
-        while True:
-            low = max(first, last - _WINDOW + 1)
-            window = list(self._manifests(low, last))
-            links = open_chain(window, self._key, self._run_id, self.layout)
-            if [link.version for link in links] != list(range(low, last + 1)):
-                raise PeerFault(
-                    E_CHECKPOINT_GAP, "not the manifests that were asked for", expected=f"versions {low} to {last}",
-                    got=", ".join(str(link.version) for link in links)[:80] or "none",
-                )
-            envelopes = window + envelopes
-            if low == first or any(link.manifest.anchor for link in links):
-                return envelopes
-            last = low - 1
+        return walk_back(
+            self._manifests, first, last, self._key, self._run_id, self.layout, past_anchors=past_anchors
+        )
 
     # -- versions ----------------------------------------------------------------------------------------
 
     def advance(self, manifests: Sequence[Envelope]) -> int | None:
         """Move along consecutive manifests (ascending) to the last one; the version now held.
 
-        From the state held through the diffs, or from an anchor among the manifests when there is no state, a gap
-        before it, or fewer bytes to fetch that way. Versions already held are compared and skipped. When one fails,
-        the state stays at the version before it.
+        The way is the one with the fewest bytes to fetch: diffs, skips that are announced, or an anchor among the
+        manifests. Versions already held are compared and skipped. When a step fails, the state stays at the version
+        before it; a skip that fails is replaced by the next cheapest way.
 
         Raises:
             PeerFault: signature and schema codes, ``E_WRONG_RUN``, ``E_CHECKPOINT_LAYOUT``, ``E_CHECKPOINT_MANIFEST``,
@@ -208,6 +209,13 @@ class CheckpointFollower:
                 ``E_STATE_ROOT``.
             LocalFault: ``E_STATE_DAMAGED`` when our own state is not what it was; the errors of ``fetch``.
         """
+        way = self._way(manifests)
+        if way is not None:
+            self.follow(way)
+        return self.version
+
+    def _way(self, manifests: Sequence[Envelope]) -> Way | None:
+        """The cheapest way along checked manifests; None when the last of them is held."""
         links = open_chain(manifests, self._key, self._run_id, self.layout)
         for link in links:
             known = self._digest_of(link.version)
@@ -216,44 +224,56 @@ class CheckpointFollower:
                     E_CHECKPOINT_MIX, f"another version {link.version}", expected=known, got=link.digest
                 )
         fresh = [link for link in links if self.version is None or link.version > self.version]
-        if fresh:
-            self._follow(fresh)
-        return self.version
-
-    def _follow(self, fresh: list[Link]) -> None:
-        start = self._cheapest_start(fresh)
-        if start is not None:
-            self._adopt(fresh[start], self._load_anchor(fresh[start]))
-            fresh = fresh[start + 1 :]
-        for link in fresh:
-            self._apply(link)
-
-    def _cheapest_start(self, fresh: list[Link]) -> int | None:
-        """Index of the anchor to start from, or None to use the diffs from the state held."""
-        gap: PeerFault | None = None
-        if self._link is None:
-            gap = PeerFault(E_CHECKPOINT_GAP, "no anchor to start from", expected="a manifest with an anchor")
-        elif fresh[0].version > self._link.version + 1:
-            gap = PeerFault(
-                E_CHECKPOINT_GAP, "versions are missing and there is no anchor after them",
-                expected=self._link.version + 1, got=fresh[0].version,
-            )
-        else:
+        if not fresh:
+            return None
+        if self._link is not None and fresh[0].version == self._link.version + 1:
             check_follows(self._link, fresh[0])
-        costs: dict[int | None, int] = {} if gap else {None: _bytes_of(fresh)}
-        for i, link in enumerate(fresh):
-            if link.manifest.anchor:
-                costs[i] = sum(ref.size_bytes for ref in link.manifest.anchor) + _bytes_of(fresh[i + 1 :])
-        if gap and not costs:
-            raise gap
-        return min(costs, key=costs.__getitem__)
+        return cheapest_way(fresh, self._link, self._skips, refused_relays=self._refused)
 
-    def _apply(self, link: Link) -> None:
-        """Apply one diff and keep it only if the root is right."""
+    def follow(self, way: Way) -> bool:
+        """The second half of :meth:`catch_up`: fetch and apply, step by step. True when the state moved.
+
+        Raises:
+            PeerFault, LocalFault: as :meth:`advance`; ``E_NO_VERSION`` when the way starts from another version.
+        """
+        if way.held != self.version:
+            raise LocalFault(E_NO_VERSION, "the way starts elsewhere", expected=way.held, got=self.version)
+        before, avoid = self.version, set(self._refused)
+        while True:
+            logger.info("weights: %s", way.describe(), extra={"bytes": way.nbytes, "target": way.target.version})
+            failed = self._take_steps(way, avoid)
+            if failed is None:
+                return self.version != before
+            rest = [link for link in way.fresh if self.version is None or link.version > self.version]
+            way = cheapest_way(rest, self._link, self._skips, refused_relays=avoid)
+
+    def _take_steps(self, way: Way, avoid: set[str]) -> Step | None:
+        """Go until the target, or until a skip fails: then the skip, whose relay is now among ``avoid``."""
+        for step in way.steps:
+            before = self.version
+            try:
+                if step.kind == "anchor":
+                    self._adopt(step.link, self._load_anchor(step.link))
+                else:
+                    self._apply(step.link, step.refs)
+            except AssayError as error:
+                if step.relay is None or error.code == E_STATE_DAMAGED:
+                    raise
+                avoid.add(step.relay)
+                if error.code in _RELAY_FAULTS:
+                    self._refused.add(step.relay)
+                logger.warning("a skip failed", extra={"relay": step.relay, "code": error.code, "detail": str(error)})
+                return step
+            if step.kind != "anchor":
+                passed = (link for link in way.fresh if (before or 0) < link.version < step.link.version)
+                self._links.update((link.version, link) for link in passed)
+        return None
+
+    def _apply(self, link: Link, refs: Sequence[ChunkRef]) -> None:
+        """Apply one diff or skip and keep it only if the root is right."""
         state = self.state
         before = self._held()
-        refs = link.manifest.diff
-        patch = decode_diff(self.layout, self._chunks(refs), refs, threads=self._threads)
+        patch = decode_diff(self.layout, verified_chunks(self._fetch, refs), refs, threads=self._threads)
         undo = Undo()
         try:
             undo = apply_patch(self.layout, state, patch, threads=self._threads)
@@ -268,7 +288,7 @@ class CheckpointFollower:
 
     def _load_anchor(self, link: Link) -> State:
         refs = link.manifest.anchor
-        state = decode_anchor(self._chunks(refs), self.layout, refs)
+        state = decode_anchor(verified_chunks(self._fetch, refs), self.layout, refs)
         self._check_root(link, state)
         return state
 
@@ -282,20 +302,6 @@ class CheckpointFollower:
         self._link = self._links[link.version] = link
         while len(self._links) > _MAX_LINKS:
             del self._links[min(self._links)]
-
-    def _chunks(self, refs: Sequence[ChunkRef]) -> Iterator[bytes]:
-        """Chunks in order, each checked against its hash before anybody decodes it."""
-        for ref in refs:
-            if ref.size_bytes > MAX_CHUNK_BYTES:
-                raise PeerFault(E_CHUNK_LIMIT, "chunk too large", expected=f"<= {MAX_CHUNK_BYTES}", got=ref.size_bytes)
-            data = self._fetch(ref.sha256)
-            if len(data) != ref.size_bytes or hashlib.sha256(data).hexdigest() != ref.sha256:
-                raise PeerFault(
-                    E_OBJECT_HASH, "the source served other bytes than the manifest names",
-                    expected=f"{ref.size_bytes} bytes with hash {ref.sha256}", got=f"{len(data)} bytes",
-                    hint="fetch from another source",
-                )
-            yield data
 
     def _check_root(self, link: Link, state: State) -> None:
         root = state_root(self.layout, state, threads=self._threads)
@@ -343,12 +349,18 @@ class CheckpointFollower:
         return state
 
     def _rebuild(self, version: int) -> State:
-        """Follow the chain once more, from the nearest anchor at or below ``version``."""
+        """Follow the chain once more: from an older state that an undo log leads to, else from an anchor."""
         other = CheckpointFollower(
-            self._fetch, self._key, self._run_id, self.layout, keep_versions=0, threads=self._threads
+            self._fetch, self._key, self._run_id, self.layout, skips=self._skips, keep_versions=0,
+            threads=self._threads,
         )
         other._links = dict(self._links)
-        other.advance(self._walk_back(0, version))
+        start = max((before for before, _ in self._undo if before < version), default=None)
+        if start is not None and start in self._links:
+            other._state, other._link = self._step_back(start), self._links[start]
+            other.advance(self._walk_back(start + 1, version, past_anchors=True))
+        else:
+            other.advance(self._walk_back(0, version, past_anchors=False))
         return other.state
 
     # -- across restarts ---------------------------------------------------------------------------------
@@ -379,6 +391,3 @@ class CheckpointFollower:
             self._head = (CheckpointHead.open(saved.head, self._key, run_id=self._run_id), saved.head)
         return True
 
-
-def _bytes_of(links: Sequence[Link]) -> int:
-    return sum(ref.size_bytes for link in links for ref in link.manifest.diff)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Final
 
 from protocol.envelope import Envelope
 from protocol.errors import PeerFault, code
@@ -16,6 +17,14 @@ E_CHECKPOINT_GAP = code("E_CHECKPOINT_GAP", "checkpoint manifests do not follow 
 E_CHECKPOINT_MIX = code("E_CHECKPOINT_MIX", "a checkpoint manifest belongs to another chain than the one followed")
 E_CHECKPOINT_LAYOUT = code("E_CHECKPOINT_LAYOUT", "a checkpoint is of another layout than the run's")
 E_CHECKPOINT_MANIFEST = code("E_CHECKPOINT_MANIFEST", "a checkpoint manifest contradicts itself")
+
+#: Manifests of versions first to last, both included; may return anything, what it returns is checked.
+Manifests = Callable[[int, int], Sequence[Envelope]]
+
+#: Manifests asked for at once while walking back.
+_WINDOW: Final = 64
+#: After so many manifests the walk stops at an anchor in any case.
+_MAX_WALK: Final = 1024
 
 
 @dataclass(frozen=True)
@@ -96,3 +105,32 @@ def open_chain(
     for parent, child in pairwise(links):
         check_follows(parent, child)
     return links
+
+
+def walk_back(
+    manifests: Manifests, first: int, last: int, learner_key: bytes | str, run_id: str, layout: Layout,
+    *, past_anchors: bool,
+) -> list[Envelope]:
+    """Envelopes of versions up to ``last``, from ``first`` or from an anchor after it.
+
+    With ``past_anchors`` the walk goes on to ``first`` behind an anchor, for up to 1024 manifests.
+
+    Raises:
+        PeerFault: as :func:`open_chain`; ``E_CHECKPOINT_GAP`` when other manifests come than were asked for.
+        AssayError: the errors of ``manifests``.
+    """
+    envelopes: list[Envelope] = []
+    while True:
+        low = max(first, last - _WINDOW + 1)
+        window = list(manifests(low, last))
+        links = open_chain(window, learner_key, run_id, layout)
+        if [link.version for link in links] != list(range(low, last + 1)):
+            raise PeerFault(
+                E_CHECKPOINT_GAP, "not the manifests that were asked for", expected=f"versions {low} to {last}",
+                got=", ".join(str(link.version) for link in links)[:80] or "none",
+            )
+        envelopes = window + envelopes
+        enough = not past_anchors or len(envelopes) >= _MAX_WALK
+        if low == first or (enough and any(link.manifest.anchor for link in links)):
+            return envelopes
+        last = low - 1

@@ -236,7 +236,7 @@ class SourcePool:
             wake = min((score.rests_until for score in open_), default=chunk.deadline)
             if not open_ or wake >= chunk.deadline or now >= chunk.deadline:
                 raise self._nobody(chunk)
-            self._clock.sleep(wake - now)
+            self._clock.sleep(wake - now + 1e-3)
 
     def _best(self, chunk: _Chunk, ready: list[Score]) -> Score:
         if chunk.alone:

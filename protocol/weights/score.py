@@ -8,7 +8,7 @@ from typing import Final
 #: Weight of the newest measurement in the moving average of throughput.
 _NEWEST: Final = 0.3
 #: Rest after the first failure in a row, in seconds; doubles up to the second number.
-_FIRST_REST_S: Final = 0.5
+_FIRST_REST_S: Final = 0.1
 _LAST_REST_S: Final = 60.0
 #: Bytes of the first part asked for, and bounds of later ones.
 _FIRST_PART: Final = 256 * 2**10

@@ -14,7 +14,7 @@ import httpx
 
 from protocol.clock import Clock, SystemClock
 from protocol.errors import E_STORE, E_TOO_LARGE, E_UNREACHABLE, AssayError, LocalFault, PeerFault, Transient, code
-from protocol.store import PresignedRequest, Store, check_key, missing
+from protocol.store import PresignedRequest, Store, check_key, missing, open_store
 
 E_SOURCE_SLOW = code("E_SOURCE_SLOW", "a source of weights did not deliver a part before its deadline")
 E_SOURCE_SHORT = code("E_SOURCE_SHORT", "a source of weights holds a shorter object than the signed manifest names")
@@ -198,6 +198,17 @@ def source_of(store: Store, name: str) -> ChunkSource:
     if store.presign_get("00" * 32, _PRESIGNED_S) is None:
         return StoreSource(name, store)
     return HttpSource.presigned(name, store)
+
+
+def source_at(url: str) -> ChunkSource:
+    """The source at an address: ``http(s)://`` a mirror, ``dir:PATH`` or ``s3://BUCKET/PREFIX`` a store.
+
+    Raises:
+        LocalFault: ``E_STORE_URL``, ``E_STORE``.
+    """
+    if url.startswith(("http://", "https://")):
+        return HttpSource.mirror(url)
+    return source_of(open_store(url), url.partition("?")[0])
 
 
 def _may_proxy(url: str) -> bool:

@@ -114,5 +114,6 @@ class FakeLearner:
         """A follower of this learner that fetches from its store."""
         return CheckpointFollower(
             self.store.get, self.identity.public_key, RUN_ID, self.layout, manifests=self.list_manifests,
+            skips=self.store.announced,
             keep_versions=keep_versions, threads=1,
         )

@@ -12,6 +12,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
+        self.index: dict[str, bytes] = {}
 
     def put(self, data: bytes) -> str:
         sha256 = hashlib.sha256(data).hexdigest()
@@ -36,6 +37,12 @@ class MemoryStore:
 
     def delete(self, sha256: str) -> None:
         self.objects.pop(check_key(sha256), None)
+
+    def announce(self, name: str, data: bytes) -> None:
+        self.index[check_key(name)] = data
+
+    def announced(self, name: str) -> bytes | None:
+        return self.index.get(check_key(name))
 
     def presign_put(self, sha256: str, size: int, expires_s: int) -> PresignedRequest | None:
         return None

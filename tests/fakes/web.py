@@ -14,6 +14,9 @@ Mode = Literal[
     "bomb", "other range", "no reply", "slow body", "slow headers",
 ]
 
+#: 16 MiB of zeros, which is what a client that unpacks it would hold.
+BOMB = gzip.compress(bytes(2**24))
+
 
 class Mirror:
     """Serves ``/ab/abcdef...`` out of ``objects``; ``served`` counts the bytes of bodies, ``asked`` the requests."""
@@ -75,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         part, span = data[start:end], f"bytes {start}-{end - 1}/{len(data)}"
         if mode == "bomb":
-            self._send(206, gzip.compress(bytes(2**24)), span, encoding="gzip")
+            self._send(206, BOMB, span, encoding="gzip")
         elif mode == "other range":
             self._send(206, part, f"bytes {start + 1}-{end}/{len(data)}")
         elif mode == "oversized":

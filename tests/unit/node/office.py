@@ -41,8 +41,10 @@ from protocol.messages import (
 )
 from protocol.rollout import NO_CODE, Finish, Rollout, Segment, prompt_digest
 from protocol.sampler import TAIL, draw, draw_tail, quantise
+from protocol.weights.cache import ChunkCache
 from protocol.weights.chain import publish, sign_head
 from protocol.weights.layout import Layout, State
+from protocol.weights.pool import SourcePool
 from tests.fakes.store import MemoryStore
 from tests.unit.node.kit import VOCABULARY, rules
 
@@ -166,6 +168,9 @@ class FakeCoordinator:
         self._called("fetch")
         return self.store.get(sha256)
 
+    def skips(self, name: str) -> bytes | None:
+        return self.store.announced(name)
+
     def lease(self, request: LeaseRequest) -> LeaseReply:
         with self._lock:
             self.lease_requests.append(request)
@@ -199,6 +204,22 @@ class FakeCoordinator:
             object_sha256=commitment.object_sha256, epoch=0, epoch_key_sha256="0" * 64, received_at_ms=1,
         )
         return SubmitReply(receipt=receipt.sign(COORDINATOR), duplicate=len(self.commitments[commitment.lease_id]) > 1)
+
+
+class OfficeSource:
+    """The fake coordinator as a source of chunks."""
+
+    name = "coordinator"
+
+    def __init__(self, office: FakeCoordinator):
+        self._office = office
+
+    def fetch(self, key: str, start: int, end: int | None, deadline_s: float) -> bytes:
+        return self._office.fetch(key)[start:end]
+
+
+def pool_of(office: FakeCoordinator, path: Path) -> SourcePool:
+    return SourcePool([OfficeSource(office)], ChunkCache(path / "chunks"))
 
 
 class FakeEngine:
@@ -287,7 +308,7 @@ def make_daemon(path: Path, office: FakeCoordinator, *, slots: int = 4, **settin
         home.write_state(manifest.version, manifest.state_root, clock.now_ms())
 
     client: Any = office
-    weights = Weights(client, office.run, office.layout, home.weights, on_version=note)
+    weights = Weights(client, pool_of(office, path), office.run, office.layout, home.weights, on_version=note)
     weights.restore()
     engine = FakeEngine(weights, slots)
     return Daemon(Parts(home, config, office.run, NODE, client, weights, engine, clock)), engine

@@ -12,12 +12,13 @@ from protocol.clock import SystemClock
 from protocol.errors import LocalFault, PeerFault
 from protocol.messages import CheckpointManifest, ModelSpec
 from protocol.weights.chain import sign_head
-from tests.unit.node.office import LEARNER, RUN_ID, FakeCoordinator, run_manifest, state_of
+from tests.unit.node.office import LEARNER, RUN_ID, FakeCoordinator, pool_of, run_manifest, state_of
 
 
 def follow(office: FakeCoordinator, path: Path, seen: list[CheckpointManifest] | None = None) -> Weights:
     client: Any = office
-    return Weights(client, office.run, office.layout, path, on_version=None if seen is None else seen.append)
+    on_version = None if seen is None else seen.append
+    return Weights(client, pool_of(office, path), office.run, office.layout, path, on_version=on_version)
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_a_frozen_head_is_refused(tmp_path: Path, office: FakeCoordinator, monke
 def test_damaged_chunks_are_refused(tmp_path: Path, office: FakeCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = follow(office, tmp_path)
     weights.poll(now())
-    office.publish(state_of(3))
+    office.publish(state_of(30))  # a diff that is not in the cache yet
     fetch = office.fetch
     monkeypatch.setattr(office, "fetch", lambda sha256: fetch(sha256)[:-1] + b"\0")
     with pytest.raises(PeerFault) as caught:

@@ -43,6 +43,15 @@ class StoreContract:
             store.read(ABSENT, 0, 1)
         assert caught.value.code == "E_NOT_FOUND"
 
+    def test_announcements_are_replaced_and_are_no_objects(self, store: Store) -> None:
+        assert store.announced(ABSENT) is None
+        for data in (b"first", b"", b"second"):
+            store.announce(ABSENT, data)
+            assert store.announced(ABSENT) == data
+        assert not store.has(ABSENT)
+        with pytest.raises(LocalFault):
+            store.announce("../../etc/passwd", b"")
+
     def test_deleted_objects_are_gone_and_can_come_back(self, store: Store) -> None:
         sha256 = store.put(b"to be deleted")
         store.delete(sha256)

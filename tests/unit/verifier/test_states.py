@@ -57,7 +57,7 @@ def test_random_access_gives_the_published_bits(learner, kept_undos):
 def test_stepping_back_fetches_nothing(learner):
     fetched = []
 
-    def fetch(sha256: str) -> bytes:
+    def fetch(sha256: str, size: int) -> bytes:
         fetched.append(sha256)
         return learner.store.get(sha256)
 

@@ -63,14 +63,14 @@ def put_diff(learner: FakeLearner, old: int, new: int) -> list[ChunkRef]:
 class _Flaky:
     """A source that fails once, at the n-th object."""
 
-    def __init__(self, fetch: Callable[[str], bytes], fail_at: int):
+    def __init__(self, fetch: Callable[[str, int], bytes], fail_at: int):
         self._fetch, self._left = fetch, fail_at
 
-    def __call__(self, sha256: str) -> bytes:
+    def __call__(self, sha256: str, size: int) -> bytes:
         self._left -= 1
         if self._left == -1:
             raise Transient("E_UNREACHABLE", "gone")
-        return self._fetch(sha256)
+        return self._fetch(sha256, size)
 
 
 # -- the good way ----------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def test_a_joiner_starts_from_the_newest_anchor(learner: FakeLearner) -> None:
 
 
 def test_catch_up_walks_back_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower_module, "_WINDOW", 3)
+    monkeypatch.setattr("protocol.weights.link._WINDOW", 3)
     learner = FakeLearner()
     learner.publish_many(12)
     asked: list[tuple[int, int]] = []
@@ -125,7 +125,7 @@ def test_the_cheaper_way_is_taken() -> None:
     learner.publish(anchor=True)
     fetched: list[str] = []
 
-    def fetch(sha256: str) -> bytes:
+    def fetch(sha256: str, size: int) -> bytes:
         fetched.append(sha256)
         return learner.store.get(sha256)
 
@@ -140,7 +140,7 @@ def test_the_cheaper_way_is_taken() -> None:
 def test_recent_versions_are_stepped_back_and_older_ones_rebuilt(learner: FakeLearner) -> None:
     follower = at(learner, 6, keep_versions=2)
     fetch, asked = follower._fetch, []
-    follower._fetch = lambda sha256: (asked.append(sha256), fetch(sha256))[1]  # type: ignore[func-returns-value]
+    follower._fetch = lambda sha256, size: (asked.append(sha256), fetch(sha256, size))[1]  # type: ignore[func-returns-value]
     for version in (6, 5, 4):
         assert same_bits(follower.state_at(version), learner.states[version])
     assert not asked
@@ -258,7 +258,8 @@ def test_bad_manifests_change_nothing(learner: FakeLearner) -> None:
             [forged(learner, 4, diff=lying(max_output_bytes=1), anchor=[])],
             [forged(learner, 4, diff=lying(size_bytes=2**40), anchor=[])],
         ],
-        "E_OBJECT_HASH": [[forged(learner, 4, diff=lying(size_bytes=1), anchor=[])]],
+        "E_TOO_LARGE": [[forged(learner, 4, diff=lying(size_bytes=1), anchor=[])]],
+        "E_OBJECT_HASH": [[forged(learner, 4, diff=lying(size_bytes=10_000), anchor=[])]],
     }
     for code, cases in bad.items():
         for envelopes in cases:
@@ -316,7 +317,7 @@ def test_bad_chunks_are_caught_before_they_are_decoded(
 ) -> None:
     follower = learner.follower() if start is None else at(learner, start)
     honest = follower._fetch
-    follower._fetch = lambda sha256: damage(honest(sha256))
+    follower._fetch = lambda sha256, size: damage(honest(sha256, size))
 
     def never(*args: object) -> None:
         raise AssertionError("unverified bytes reached the decoder")
@@ -340,7 +341,7 @@ def test_swapped_chunks_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     follower = at(learner, 1)
     swap = {refs[0].sha256: refs[1].sha256, refs[1].sha256: refs[0].sha256}
     honest = follower._fetch
-    follower._fetch = lambda sha256: honest(swap.get(sha256, sha256))
+    follower._fetch = lambda sha256, size: honest(swap.get(sha256, sha256), 2**20)
     refused("E_OBJECT_HASH", lambda: follower.advance(learner.envelopes[2:]))
     follower._fetch = honest
     refused("E_CHUNK", lambda: follower.advance([forged(learner, 2, diff=[refs[1], refs[0], *refs[2:]])]))
@@ -392,9 +393,9 @@ def test_a_cache_fetches_again_only_what_is_missing(learner: FakeLearner, tmp_pa
         asked.append(sha256)
         return b"bad" if len(asked) == 1 else learner.store.get(sha256)
 
-    cached = CachedFetch(DirectoryStore(tmp_path / "cache"), fetch)
+    cache = CachedFetch(DirectoryStore(tmp_path / "cache"), fetch)
     for _ in range(2):
-        follower = CheckpointFollower(cached, LEARNER.public_key, RUN_ID, LAYOUT, threads=1)
+        follower = CheckpointFollower(lambda key, size: cache(key), LEARNER.public_key, RUN_ID, LAYOUT, threads=1)
         for _ in range(2):
             try:
                 follower.advance(learner.envelopes)

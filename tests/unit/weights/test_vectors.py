@@ -105,7 +105,7 @@ def test_checkpoint(path: Path) -> None:
     case, error = _load(path)
     layout = Layout.from_bytes(case["layout"].encode())
     follower = CheckpointFollower(
-        lambda sha256: bytes.fromhex(case["objects"][sha256]), case["learner_key"], case["run_id"], layout
+        lambda sha256, size: bytes.fromhex(case["objects"][sha256]), case["learner_key"], case["run_id"], layout
     )
 
     def follow() -> None:
