@@ -123,7 +123,7 @@ class Node(Base):
     drop_streak: Mapped[int] = mapped_column(default=0)  #: leases dropped since its last submission
     forced_audits: Mapped[int] = mapped_column(default=0)  #: next bundles that are audited for certain
     submitted_ms: Mapped[int | None]  #: when it last handed something in
-    reward_micro: Mapped[int] = mapped_column(default=0)  #: sum over its accepted rollouts, 1e-6
+    reward_micro: Mapped[int] = mapped_column(default=0)  #: recent distance of its rewards from everybody's, 1e-6
     evidence_milli: Mapped[int] = mapped_column(default=0)  #: sequential log-evidence against it, 1e-3 nats
     evidence_rollouts: Mapped[int] = mapped_column(default=0)  #: audited rollouts that went into it
 

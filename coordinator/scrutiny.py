@@ -8,14 +8,17 @@ from typing import Final
 from sqlalchemy.orm import Session
 
 from coordinator import counters, draw, event_log
-from coordinator.models import Node, Receipt
+from coordinator.models import Counter, Node, Receipt
 from coordinator.run import Run
 from protocol.messages import AuditPolicy
 
-#: Rollouts of a node before its mean reward is compared with everybody's.
-REWARD_ROLLOUTS: Final = 64
-#: Standard errors that a mean reward may be away from everybody's.
+#: Standard errors that a node's mean reward may be away from everybody's.
 REWARD_SIGMAS: Final = 4.0
+#: Bundles that a node's mean and everybody's mean remember.
+NODE_MEMORY: Final = 32
+LEVEL_MEMORY: Final = 256
+#: Counter of everybody's mean reward, 1e-6.
+LEVEL: Final = "reward_level_micro"
 _MICRO: Final = 1_000_000
 
 
@@ -42,21 +45,19 @@ def force(session: Session, node: Node, bundles: int, why: str, now_ms: int) -> 
 
 
 def note_rewards(session: Session, policy: AuditPolicy, receipt: Receipt, node: Node, now_ms: int) -> None:
-    """Count the rewards of a bundle that passed, and force audits when the node's mean is out of line.
+    """Count the rewards of a bundle that passed, and force audits when the node is out of line.
 
-    Rewards lie in [0, 1], so their standard deviation is at most one half; the rollouts of one group are alike, so
-    the standard error is that of whole bundles. The node itself is left out of everybody's mean.
+    Both sides forget (exponential means over bundles), because the policy learns: a node that joined late is compared
+    with what everybody earns now. Rewards lie in [0, 1], so the standard deviation of a bundle's mean is at most 1/2.
     """
     rewards = [int(value) for value in (receipt.rewards or {}).values()]
-    node.reward_micro += sum(rewards)
-    counters.add(session, "rewards_micro", sum(rewards))
-    totals = counters.totals(session)
-    others = totals.get("rollouts_accepted", 0) - node.accepted
-    if node.accepted < REWARD_ROLLOUTS or others < REWARD_ROLLOUTS or not rewards:
+    if not rewards:
         return
-    mean = node.reward_micro / node.accepted / _MICRO
-    mean_others = (totals["rewards_micro"] - node.reward_micro) / others / _MICRO
-    bundle = len(rewards)
-    error = 0.5 * math.sqrt(bundle / node.accepted + bundle / others)
-    if abs(mean - mean_others) > REWARD_SIGMAS * error:
+    mean, level = sum(rewards) // len(rewards), session.get(Counter, LEVEL)
+    if level is None:
+        counters.add(session, LEVEL, mean)
+        return
+    node.reward_micro += round((mean - level.value - node.reward_micro) / NODE_MEMORY)
+    level.value += round((mean - level.value) / LEVEL_MEMORY)
+    if abs(node.reward_micro) > REWARD_SIGMAS * _MICRO / 2 * math.sqrt(1 / (2 * NODE_MEMORY - 1)):
         force(session, node, policy.forced, "reward", now_ms)

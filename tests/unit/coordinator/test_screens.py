@@ -91,18 +91,22 @@ def test_a_quiet_spell_forces_audits(make_world: MakeWorld) -> None:
 
 
 def test_rewards_out_of_line_force_audits(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrutiny, "REWARD_ROLLOUTS", 12)
-    monkeypatch.setattr(scrutiny, "REWARD_SIGMAS", 3.0)
+    monkeypatch.setattr(scrutiny, "NODE_MEMORY", 4)
+    monkeypatch.setattr(scrutiny, "REWARD_SIGMAS", 2.0)
     world, node = trusted(make_world)
     other = world.node("other").join()
-    for party, reward in ((other, 0), (node, 1_000_000)) * 19:
+    forced = []
+    for party, reward in ((other, 500_000), (other, 500_000), (node, 1_000_000)) * 6:
         [(lease, digest)] = party.leases(1)
         party.finish(lease, digest)
         job = world.verifier.claim()
         assert job is not None
         world.verifier.client.verdict(world.verifier.verdict(job, rewards_micro=[reward] * len(lease.samples)))
-    assert world.node_row(node)["forced_audits"] > 0
-    assert world.node_row(node)["state"] == "active"
+        forced.append(world.node_row(node)["forced_audits"])
+    assert forced[:6] == [0] * 6  # a run of luck is no reason
+    assert forced[-1] > 0
+    row = world.node_row(other)
+    assert (row["forced_audits"], row["state"], world.node_row(node)["state"]) == (0, "active", "active")
 
 
 # -- evidence -----------------------------------------------------------------------------------------------
