@@ -13,10 +13,12 @@ from coordinator.discipline import Discipline
 from coordinator.groups import LIVE, Groups
 from coordinator.models import Group, Lease, Node, Receipt, ReceiptState, Unit
 from coordinator.models import Verdict as VerdictRow
+from coordinator.replicas import Replicas
 from coordinator.run import Run
+from coordinator.screens import review
 from coordinator.verdict_rules import check_verdict
 from protocol import statistics
-from protocol.api import E_NODE_EVIDENCE, E_UNCALIBRATED, Ack, AuditJob, ClaimReply
+from protocol.api import E_NODE_EVIDENCE, E_UNCALIBRATED, Ack, AuditJob, ClaimReply, ReplicaRef
 from protocol.envelope import Envelope
 from protocol.errors import E_NOT_FOUND, LocalFault, code
 from protocol.messages import AuditClaim, Verdict
@@ -31,8 +33,11 @@ ABANDONED: Final = code("E_AUDIT_ABANDONED", "a bundle was claimed again and aga
 class Audits:
     """Checks in progress and their outcomes."""
 
-    def __init__(self, run: Run, groups: Groups, discipline: Discipline, config: CoordinatorConfig):
+    def __init__(
+        self, run: Run, groups: Groups, discipline: Discipline, replicas: Replicas, config: CoordinatorConfig
+    ):
         self._run, self._groups, self._discipline, self._config = run, groups, discipline, config
+        self._replicas = replicas
         self._alarm = statistics.alarm_milli(run.manifest.audit)
 
     def claim(self, session: Session, envelope: Envelope, now_ms: int) -> ClaimReply:
@@ -109,7 +114,18 @@ class Audits:
         return AuditJob(
             receipt=Envelope.from_bytes(receipt.envelope), commitment=Envelope.from_bytes(receipt.commitment),
             lease=Envelope.from_bytes(lease.envelope), drawn=receipt.drawn or receipt.review, node_profile=node.profile,
-            node_public_key=node.public_key, confirm=doubtful, attempt=receipt.claims, deadline_ms=receipt.available_ms,
+            node_public_key=node.public_key, replica=self._replica(session, receipt), confirm=doubtful,
+            attempt=receipt.claims, deadline_ms=receipt.available_ms,
+        )
+
+    def _replica(self, session: Session, receipt: Receipt) -> ReplicaRef | None:
+        twin = self._replicas.twin(session, receipt)
+        if twin is None:
+            return None
+        lease, node = session.get_one(Lease, twin.lease_id), session.get_one(Node, twin.node_id)
+        return ReplicaRef(
+            receipt=Envelope.from_bytes(twin.envelope), commitment=Envelope.from_bytes(twin.commitment),
+            lease=Envelope.from_bytes(lease.envelope), node_public_key=node.public_key,
         )
 
     def _passed(self, session: Session, receipt: Receipt, verdict: Verdict, now_ms: int) -> None:
@@ -118,6 +134,9 @@ class Audits:
         node.audited_passes += 1 if "T2" in verdict.tiers else 0
         if not receipt.review:
             self._accept(session, receipt, verdict, node, now_ms)
+        twin = self._replicas.twin(session, receipt) if verdict.diverges else None
+        if twin is not None:
+            review(twin, now_ms)  # two nodes differ and this one is right
         self._weigh(session, receipt, verdict, node, now_ms)
 
     def _accept(self, session: Session, receipt: Receipt, verdict: Verdict, node: Node, now_ms: int) -> None:
@@ -125,9 +144,11 @@ class Audits:
         node.accepted += receipt.rollouts
         counters.add(session, "rollouts_accepted", receipt.rollouts)
         scrutiny.note_rewards(session, self._run.manifest.audit, receipt, node, now_ms)
+        if not receipt.shadow or session.get_one(Lease, receipt.lease_id).replica:
+            ledger.pend(session, receipt, now_ms)
         if receipt.shadow:
+            ledger.settle(session, [receipt.id], now_ms)  # a replica never waits for a batch
             return
-        ledger.pend(session, receipt, now_ms)
         self._groups.verified(session, receipt, now_ms)
 
     def _weigh(self, session: Session, receipt: Receipt, verdict: Verdict, node: Node, now_ms: int) -> None:

@@ -20,6 +20,7 @@ from coordinator.leases import Leases
 from coordinator.prompts import Prompts
 from coordinator.registry import Registry
 from coordinator.rendezvous import Rendezvous
+from coordinator.replicas import Replicas
 from coordinator.run import Run
 from coordinator.screens import Screens
 from coordinator.submissions import Submissions
@@ -63,10 +64,11 @@ class Coordinator:
         self.rendezvous = Rendezvous(self.registry)
         self.groups = Groups(run, prompts, config.batches_ahead)
         self.epochs = Epochs(run)
-        self.leases = Leases(run, keyring.identity, self.registry, self.groups, config)
+        self.replicas = Replicas(run, self.epochs)
+        self.leases = Leases(run, keyring.identity, self.registry, self.groups, self.replicas, config)
         self.submissions = Submissions(run, keyring.identity, self.registry, self.epochs)
         self.discipline = Discipline(self.groups)
-        self.audits = Audits(run, self.groups, self.discipline, config)
+        self.audits = Audits(run, self.groups, self.discipline, self.replicas, config)
         self.batches = Batches(run, self.groups)
         self.screens = Screens(run)
         self.checkpoints = Checkpoints(run, self.groups)

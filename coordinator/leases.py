@@ -13,6 +13,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.groups import LIVE, Groups, head_version
 from coordinator.models import Drill, Group, Lease, LeaseState, Node, Unit, UnitState
 from coordinator.registry import Registry
+from coordinator.replicas import Replicas
 from coordinator.run import Run
 from protocol.api import Ack, LeaseReply
 from protocol.envelope import Envelope
@@ -30,9 +31,12 @@ RUN_COMPLETE: Final = "run complete"
 class Leases:
     """Hands out units and takes them back."""
 
-    def __init__(self, run: Run, identity: Identity, registry: Registry, groups: Groups, config: CoordinatorConfig):
+    def __init__(
+        self, run: Run, identity: Identity, registry: Registry, groups: Groups, replicas: Replicas,
+        config: CoordinatorConfig,
+    ):
         self._run, self._identity, self._registry, self._groups = run, identity, registry, groups
-        self._config = config
+        self._replicas, self._config = replicas, config
 
     def request(self, session: Session, envelope: Envelope, now_ms: int) -> LeaseReply:
         """Leases for a node, the same ones again for the same nonce.
@@ -54,9 +58,11 @@ class Leases:
             why = f"you hold {self._held(session, node)} leases already; finish or return some"
             return LeaseReply(leases=[], retry_after_ms=RETRY_LATER_MS, why=why)
         shadow = session.get(Drill, node.id) is not None
+        twins = [] if shadow else self._replicas.wanted(session, node)
         choose = self._shadow_units if shadow else self._units
-        units = choose(session, node, wanted, now_ms)
+        units = choose(session, node, wanted - len(twins), now_ms)
         leases = [self._grant(session, node, unit, request.nonce, shadow, now_ms) for unit in units]
+        leases += [self._grant(session, node, unit, request.nonce, True, now_ms, replica=True) for unit in twins]
         why = "" if len(leases) == request.max_leases else self._why(session, node, allowance)
         return LeaseReply(leases=leases, retry_after_ms=0 if leases else RETRY_SOON_MS, why=why)
 
@@ -146,7 +152,7 @@ class Leases:
         return units[: max(0, wanted)]
 
     def _grant(
-        self, session: Session, node: Node, unit: Unit, nonce: str, shadow: bool, now_ms: int
+        self, session: Session, node: Node, unit: Unit, nonce: str, shadow: bool, now_ms: int, *, replica: bool = False
     ) -> Envelope:
         group = session.get_one(Group, unit.group_id)
         # Derived, so that nobody can pick it and a retry cannot make a second one.
@@ -160,13 +166,14 @@ class Leases:
         envelope = message.sign(self._identity)
         session.add(
             Lease(
-                id=message.lease_id, unit_id=unit.id, node_id=node.id, nonce=nonce, shadow=shadow,
+                id=message.lease_id, unit_id=unit.id, node_id=node.id, nonce=nonce, shadow=shadow, replica=replica,
                 state=LeaseState.ACTIVE, issued_ms=now_ms, deadline_ms=message.deadline_ms,
                 rollouts=len(unit.samples), envelope=envelope.to_bytes(), sha256=envelope.digest,
             )
         )
         if not shadow:
             unit.state, unit.lease_id = UnitState.LEASED, message.lease_id
+            self._replicas.draw(session, unit, envelope.digest, now_ms)
         session.flush()
         event_log.append(
             session, now_ms, "leased",

@@ -198,11 +198,12 @@ class Unit(Base):
     state: Mapped[str]
     lease_id: Mapped[str | None]  #: the newest real lease
     receipt_id: Mapped[str | None]  #: the submission that counts
+    replicate: Mapped[bool] = mapped_column(default=False)  #: a second node is to make it too
     __table_args__ = (Index("units_by_state", "state", "id"),)
 
 
 class Lease(Base):
-    """A unit in a node's hands. A shadow lease belongs to a drill and never changes its unit."""
+    """A unit in a node's hands. A shadow lease (a drill's, or a replica) never changes its unit."""
 
     __tablename__ = "leases"
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -210,6 +211,7 @@ class Lease(Base):
     node_id: Mapped[str] = mapped_column(ForeignKey("nodes.id"))
     nonce: Mapped[str]
     shadow: Mapped[bool]
+    replica: Mapped[bool] = mapped_column(default=False)  #: a shadow of a real unit by an honest node, which is paid
     state: Mapped[str]
     issued_ms: Mapped[int]
     deadline_ms: Mapped[int]

@@ -147,6 +147,15 @@ class SubmitReply(Reply):
     duplicate: bool  #: this commitment was recorded before; the receipt is the same one
 
 
+class ReplicaRef(Reply):
+    """What another node made of the same unit."""
+
+    receipt: WireEnvelope
+    commitment: WireEnvelope
+    lease: WireEnvelope
+    node_public_key: str  #: hex
+
+
 class AuditJob(Reply):
     """One bundle for a verifier to check."""
 
@@ -156,6 +165,7 @@ class AuditJob(Reply):
     drawn: bool  #: the audit draw selected it: recompute with the model as well (T2)
     node_profile: str  #: engine profile the node registered
     node_public_key: str  #: hex; the commitment must be signed by it
+    replica: ReplicaRef | None = None  #: compare with this one (T2')
     confirm: bool = False  #: evidence against the node is high: confirm what speaks against it by T3
     attempt: int = 1  #: 1 + number of earlier inconclusive verdicts or lapsed claims
     deadline_ms: int = 0  #: afterwards the job goes to another verifier

@@ -66,6 +66,7 @@ class AuditPolicy(Part):
     ramp: Annotated[int, Field(ge=0, le=100_000)] = 20
     floor_ppm: Annotated[int, Field(ge=0, le=1_000_000)] = 50_000
     epoch_ms: Annotated[int, Field(ge=1000)] = 600_000  #: how long one draw key is used before it is revealed
+    replicate_ppm: Annotated[int, Field(ge=0, le=1_000_000)] = 0  #: units that a second node makes too (T2')
     forced: Annotated[int, Field(ge=0, le=100_000)] = 20  #: next bundles audited for certain after an outlier
     forced_after_quiet: Annotated[int, Field(ge=0, le=100_000)] = 5  #: the same after a quiet spell
     quiet_ms: Annotated[int, Field(ge=1000)] = 6 * 3_600_000  #: a node that handed nothing in for this long was quiet
@@ -277,6 +278,7 @@ class Verdict(Message):
     rewards_micro: list[int]  #: recomputed reward of each sample, 1e-6; empty unless T1 passed
     tokens: Count
     evidence: list[RolloutEvidence] = Field(default_factory=list, max_length=1024)  #: of a pass with T2, if calibrated
+    diverges: bool = False  #: passed, but another node's replica of the unit has other tokens
     issued_at_ms: Millis
 
 

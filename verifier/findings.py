@@ -42,6 +42,7 @@ class Judgement:
     samples: Samples = ()
     rewards_micro: tuple[int, ...] = ()  #: reward of each sample; empty unless the tokens passed
     tokens: int = 0
+    diverges: bool = False  #: another node's replica of the unit has other tokens, and this one passed
     evidence: tuple[RolloutEvidence, ...] = ()  #: of each recomputed rollout of a pass, where calibrated
 
 

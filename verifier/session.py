@@ -13,11 +13,12 @@ from typing import Literal, Protocol, TypeVar
 
 from protocol.api import E_UNCALIBRATED
 from protocol.errors import E_INTERNAL, AssayError, LocalFault, code
-from protocol.messages import RolloutEvidence, RunManifest
+from protocol.messages import Profile, RolloutEvidence, RunManifest
 from verifier.checkpoints import CheckpointBook
-from verifier.divergence import Residuals, measure
+from verifier.divergence import Measurement, Residuals, measure
 from verifier.evidence import T2_PROFILE, confirmed, weigh
 from verifier.findings import Judgement, Report
+from verifier.replication import differences, measure_last, shortened
 from verifier.structure import check_structure, open_submission
 from verifier.submission import Opened, Submission
 from verifier.tokens import Rewards, check_rewards, check_tokens
@@ -54,13 +55,16 @@ class _Audit:
     opened: Opened | None = None
     rewards_micro: tuple[int, ...] = ()
     evidence: tuple[RolloutEvidence, ...] = ()
+    diverges: bool = False
+    checks: Callable[[Sequence[Residuals], Profile], list[Measurement]] = measure
 
     def judgement(self) -> Judgement:
         if self.opened is None:
             return self.report.judgement()
         samples = tuple(rollout.sample for rollout in self.opened.bundle.rollouts)
         found = self.report.judgement(samples, self.rewards_micro, self.opened.commitment.tokens)
-        return replace(found, evidence=self.evidence if found.outcome == "pass" else ())
+        passed = found.outcome == "pass"
+        return replace(found, evidence=self.evidence if passed else (), diverges=self.diverges and passed)
 
 
 class Session:
@@ -87,7 +91,11 @@ class Session:
         audits = [_Audit(submission) for submission in submissions]
         for audit in audits:
             _guarded(audit.report, "T0 and T1", partial(self._cheap_tiers, audit))
-        self._recompute([audit for audit in audits if audit.submission.drawn and audit.opened and audit.report.clean])
+        clean = [audit for audit in audits if audit.opened and audit.report.clean]
+        self._recompute([audit for audit in clean if audit.submission.drawn])
+        for audit in clean:
+            if audit.submission.replica is not None and audit.report.clean:
+                self._settle(audit)
         return [audit.judgement() for audit in audits]
 
     def _cheap_tiers(self, audit: _Audit) -> None:
@@ -137,6 +145,29 @@ class Session:
         got = f"{total:.2f} nats in all, most {most:.2f} in sample {worst.sample}"
         audit.report.note("T2.9 evidence", "summed up over rollouts", got)
 
+    def _settle(self, audit: _Audit) -> None:
+        """T2': where another node's replica differs, one prefill up to there says whether this head is right."""
+        assert audit.opened is not None
+        assert audit.submission.replica is not None
+        twin = open_submission(self.run, audit.submission.replica, self.book, Report())
+        if twin is None:
+            return  # whatever is wrong with it is found by its own audit
+        positions = differences(audit.opened.bundle, twin.bundle)
+        if not positions:
+            audit.report.note("T2'.1 replica", "the tokens of another node", "the same tokens")
+            return
+        audit.diverges = True
+        places = ", ".join(f"{position} of sample {sample}" for sample, position in positions.items())
+        audit.report.note("T2'.1 replica", "the tokens of another node", f"first differences: {places}")
+        if audit.submission.drawn or self._recomputers is None:
+            return  # T2 has looked at these positions among all others, or there is nothing to look with
+        short = _Audit(
+            audit.submission, report=audit.report, opened=shortened(audit.opened, positions), checks=measure_last
+        )
+        for _, residuals in self._residuals("T2", [short]):
+            if not _within_limits(short, "T2", residuals):
+                self._confirm(short)
+
     def _confirm(self, audit: _Audit) -> None:
         """T3: a failure of T2 counts only when a second configuration comes to the same end."""
         assert audit.opened is not None
@@ -175,7 +206,7 @@ def _within_limits(audit: _Audit, tier: Literal["T2", "T3"], residuals: list[Res
     """Write a tier's measurements down; a failure of T3 is the node's, one of T2 is not decided yet."""
     opened, report = audit.opened, audit.report
     assert opened is not None
-    measurements = measure(residuals, opened.profile)
+    measurements = audit.checks(residuals, opened.profile)
     for measurement in measurements:
         check = f"{tier}.{measurement.check}"
         if measurement.fault is None:
@@ -184,7 +215,8 @@ def _within_limits(audit: _Audit, tier: Literal["T2", "T3"], residuals: list[Res
             report.observe(check, measurement.fault)
         else:
             report.fault(check, measurement.fault, blames_node=True)
-    report.tiers.append(tier)
+    if audit.checks is measure:  # a look at single positions (T2') completes no tier
+        report.tiers.append(tier)
     return all(measurement.fault is None for measurement in measurements)
 
 

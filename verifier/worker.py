@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 from typing import Final
 
-from protocol.api import AuditJob
+from protocol.api import AuditJob, ReplicaRef
 from protocol.client import CoordinatorClient
 from protocol.clock import Clock, SystemClock
 from protocol.errors import E_WRONG_KEY, AssayError, LocalFault, PeerFault, Transient
@@ -115,8 +115,20 @@ class Worker:
         return Submission(
             lease=job.lease, commitment=job.commitment, receipt=job.receipt,
             node_public_key=bytes.fromhex(job.node_public_key), bundle=self._fetch(receipt.object_sha256),
-            drawn=job.drawn, confirm=job.confirm,
+            drawn=job.drawn, confirm=job.confirm, replica=None if job.replica is None else self._replica(job.replica),
         )
+
+    def _replica(self, twin: ReplicaRef) -> Submission | None:
+        """Another node's work on the unit; None when it cannot be had, which is no reason not to judge this one."""
+        run = self._session.run
+        try:
+            receipt = Receipt.open(twin.receipt, run.roles.coordinator, run_id=run.run_id)
+            bundle = self._fetch(receipt.object_sha256)
+        except AssayError as error:
+            logger.warning("no replica to compare with", extra={"code": error.code, "why": str(error)})
+            return None
+        key = bytes.fromhex(twin.node_public_key)
+        return Submission(twin.lease, twin.commitment, twin.receipt, key, bundle, drawn=False)
 
     def _verdict(self, job: AuditJob, judgement: Judgement) -> Verdict:
         """A verdict on a receipt; what it says about lease and node is what the coordinator signed."""
@@ -130,7 +142,7 @@ class Worker:
             code=judgement.code, tiers=list(judgement.tiers), findings=list(judgement.findings),
             samples=samples if complete else [], rewards_micro=[rewards[s] for s in samples] if complete else [],
             tokens=judgement.tokens, evidence=list(judgement.evidence) if complete else [],
-            issued_at_ms=self._clock.now_ms(),
+            diverges=judgement.diverges, issued_at_ms=self._clock.now_ms(),
         )
 
     def _wait(self, seconds: float, stopping: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Forced audits, evidence summed up per node, and the learner's screen reports."""
+"""Forced audits, evidence summed up per node, screen reports of the learner, and replicas."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -19,6 +19,10 @@ def upgrade() -> None:
         nodes.add_column(sa.Column("submitted_ms", INTEGER, nullable=True))
     with op.batch_alter_table("receipts") as receipts:
         receipts.add_column(sa.Column("review", sa.Boolean(), nullable=False, server_default=sa.false()))
+    with op.batch_alter_table("units") as units:
+        units.add_column(sa.Column("replicate", sa.Boolean(), nullable=False, server_default=sa.false()))
+    with op.batch_alter_table("leases") as leases:
+        leases.add_column(sa.Column("replica", sa.Boolean(), nullable=False, server_default=sa.false()))
     op.create_table(
         "screens",
         sa.Column("version", INTEGER, autoincrement=False, nullable=False),
@@ -33,6 +37,10 @@ def downgrade() -> None:
     op.drop_table("screens")
     with op.batch_alter_table("receipts") as receipts:
         receipts.drop_column("review")
+    with op.batch_alter_table("units") as units:
+        units.drop_column("replicate")
+    with op.batch_alter_table("leases") as leases:
+        leases.drop_column("replica")
     with op.batch_alter_table("nodes") as nodes:
         for name in (*_COUNTS, "submitted_ms"):
             nodes.drop_column(name)
