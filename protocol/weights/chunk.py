@@ -21,6 +21,7 @@ from protocol.weights.classes import MAX_CLASSES, Changes
 from protocol.weights.streams import (
     E_CHUNK,
     E_CHUNK_LIMIT,
+    Coder,
     Cursor,
     decode_planes,
     encode_planes,
@@ -93,29 +94,31 @@ def encode_same(start: int, end: int, width: int) -> Encoded:
     return Encoded(_SEGMENT.pack(start, end - start, Method.SAME, width, 0, 0, 0), 0)
 
 
-def encode_full(start: int, words: NDArray[Any]) -> Encoded:
+def encode_full(start: int, words: NDArray[Any], entropy: Coder = Coder.ZSTD) -> Encoded:
     """A segment that holds the new patterns themselves, exponents in a plane of their own."""
     rotated = steps.rotate_left(words)
     planes = planes_needed(rotated)
     head = _SEGMENT.pack(start, words.nbytes, Method.FULL, words.itemsize, planes, 0, len(words))
-    return Encoded(head + encode_planes(rotated, planes), words.nbytes)
+    return Encoded(head + encode_planes(rotated, planes, entropy), words.nbytes)
 
 
-def encode_gap(start: int, end: int, positions: NDArray[Any], folded: NDArray[Any]) -> Encoded:
+def encode_gap(
+    start: int, end: int, positions: NDArray[Any], folded: NDArray[Any], entropy: Coder = Coder.ZSTD
+) -> Encoded:
     """A segment as gaps between changed words and folded steps; ``positions`` ascending, not empty."""
     gaps = np.diff(positions.astype(np.int64), prepend=-1) - 1
     columns = gaps.astype(_GAP_WORDS), folded
     planes = [planes_needed(column) for column in columns]
     head = _SEGMENT.pack(start, end - start, Method.GAP, folded.itemsize, *planes, len(folded))
-    streams = b"".join(encode_planes(c, p) for c, p in zip(columns, planes, strict=True))
+    streams = b"".join(encode_planes(c, p, entropy) for c, p in zip(columns, planes, strict=True))
     return Encoded(head + streams, len(folded) * (_GAP_WORDS.itemsize + folded.itemsize))
 
 
-def encode_xc(start: int, end: int, changes: Changes) -> Encoded:
+def encode_xc(start: int, end: int, changes: Changes, entropy: Coder = Coder.ZSTD) -> Encoded:
     """A segment as gaps and folded steps within classes of the old exponent; at least one change."""
     count, width = len(changes.folded), changes.folded.itemsize
     head = _SEGMENT.pack(start, end - start, Method.XC, width, len(changes.firsts), 0, count)
-    return Encoded(head + xc.encode_body(changes), count * (_GAP_WORDS.itemsize + width))
+    return Encoded(head + xc.encode_body(changes, entropy), count * (_GAP_WORDS.itemsize + width))
 
 
 class ChunkWriter:

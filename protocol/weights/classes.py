@@ -26,7 +26,7 @@ _CLASS_BITS: Final = 8 * 80
 #: Step magnitudes told apart when classes are chosen.
 _MAGNITUDES: Final = 16
 #: Words per block of a sample, and how many blocks one sampled block stands for.
-_SAMPLE_BLOCK, _SAMPLE_EVERY = 2048, 8
+_SAMPLE_BLOCK, _SAMPLE_EVERY = 2048, 32
 #: Fewest words for which sampling is exact enough.
 _SAMPLED_WORDS: Final = 2**20
 #: Words below which more than one class does not pay.
@@ -80,7 +80,7 @@ def scan(old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]], firsts: NDArr
 
 
 def find(old: Sequence[NDArray[Any]], changes: Changes) -> list[tuple[NDArray[np.uint32], NDArray[Any]]] | None:
-    """For each piece of ``old`` the ascending indices that change, and the words they change to.
+    """For each piece of ``old`` the indices that change, in any order, and the words they change to.
 
     None when the populations are not those of ``old``: the changes are for another state. The ranks that ``gaps``
     stand for must lie within the populations.

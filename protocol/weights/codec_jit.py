@@ -1,10 +1,10 @@
 """Numba kernels of the diff codec: same results as ``classes`` and ``tokens``, in one pass over the words.
 
-Imported only where speed matters (see ``kernels``). All release the GIL. Words of a class are counted in two registers
-of eight one-byte counters, which adding one 64-bit number from a table per word keeps up to date; a block is short
-enough that no counter overflows.
+Imported only where speed matters (see ``kernels``). All release the GIL. Words are looked at in small blocks: loops of
+fixed length over 8-bit keys become vector instructions, and only where a block holds a change are words looked at one
+by one.
 
-Legend: C classes, n changed words, N words of one piece.
+Legend: C classes, n changed words, N words of one piece, B words of a block.
 """
 
 from __future__ import annotations
@@ -17,18 +17,24 @@ import numpy as np
 from numba import int64, types, uint8, uint16, uint32, uint64
 from numpy.typing import NDArray
 
-#: Words per block: a counter that starts at 0 stays below 128.
-_BLOCK = 127
-_ALARM = np.uint64(0x8080808080808080)
-_FAR = np.int64(2**62)
-_U0, _U1, _U8, _U63, _U127, _U255 = (np.uint64(n) for n in (0, 1, 8, 63, 127, 255))
+#: Words per block (counters are bytes), and per group within a block.
+_BLOCK, _GROUP = 128, 16
+#: Eight small numbers in one, a byte each: all 1, all 128.
+_ONES, _TOPS = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)
+_PLACES = np.arange(_BLOCK, dtype=np.uint8)
+_ONE, _LAST = np.uint8(1), np.uint8(255)
+_FAR, _WIDE = np.int64(2**62), np.uint64(2**16)
+_S7, _S23 = np.uint32(7), np.uint32(23)
+_U0, _U1, _U7, _U8, _U56, _U255 = (np.uint64(n) for n in (0, 1, 7, 8, 56, 255))
+
+_U12, _U16, _U20, _LOW_12, _LOW_16, _LOWEST = (np.uint64(n) for n in (12, 16, 20, 2**12 - 1, 2**16 - 1, 2**16))
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _inlined(function: _F) -> _F:
     """A helper for kernels."""
-    return cast("_F", numba.njit(cache=True, inline="always")(function))
+    return cast("_F", numba.njit(cache=True)(function))
 
 
 def _kernel(*signatures: Any) -> Callable[[_F], _F]:
@@ -67,91 +73,170 @@ def _unfold(old: np.uint64, folded: np.uint64, top: np.uint64) -> np.uint64:
     return rank ^ top if rank & top else (~rank) & mask
 
 
+@_inlined
+def _load(words_B: NDArray[Any], wide: bool, keys_B: NDArray[np.uint8]) -> None:
+    """The key of each word of a block; zeros behind the last."""
+    size = len(words_B)
+    if size < _BLOCK:
+        for i in range(_BLOCK):
+            keys_B[i] = np.uint8(words_B[i] >> (_S23 if wide else _S7)) if i < size else np.uint8(0)
+    elif wide:
+        for i in range(_BLOCK):
+            keys_B[i] = np.uint8(words_B[i] >> _S23)
+    else:
+        for i in range(_BLOCK):
+            keys_B[i] = np.uint8(words_B[i] >> _S7)
+
+
+@_inlined
+def _count(keys_B: NDArray[np.uint8], size: int, firsts_C: NDArray[np.uint8], counts_C: NDArray[np.int64]) -> None:
+    """How many of the first ``size`` words of a block are in each class."""
+    above = _BLOCK
+    for c in range(len(firsts_C) - 1):
+        first, following = firsts_C[c + 1], np.uint8(0)
+        for i in range(_BLOCK):
+            following = np.uint8(following + np.uint8(keys_B[i] >= first))
+        counts_C[c] = above - np.int64(following)
+        above = np.int64(following)
+    counts_C[len(firsts_C) - 1] = above
+    counts_C[0] -= _BLOCK - size
+
+
+@_inlined
+def _equal(old: NDArray[Any], new: NDArray[Any]) -> bool:
+    """Whether a whole group of words is the same."""
+    differing = np.uint8(0)
+    for i in range(_GROUP):
+        differing = np.uint8(differing + np.uint8(old[i] != new[i]))
+    return differing == 0
+
+
+@_inlined
+def _last(firsts_C: NDArray[np.uint8], c: int) -> np.uint8:
+    """Largest key of a class."""
+    return np.uint8(firsts_C[c + 1] - _ONE) if c + 1 < len(firsts_C) else _LAST
+
+
+@_inlined
+def _rank_in_block(keys_B: NDArray[np.uint8], first: np.uint8, last: np.uint8, at: int) -> np.int64:
+    """How many words before ``at`` have keys from ``first`` to ``last``."""
+    end, found = np.uint8(at), np.uint8(0)
+    for i in range(_BLOCK):
+        found = np.uint8(found + np.uint8((keys_B[i] >= first) & (keys_B[i] <= last) & (_PLACES[i] < end)))
+    return np.int64(found)
+
+
+@_inlined
+def _mark(keys_B: NDArray[np.uint8], first: np.uint8, last: np.uint8, marks_B: NDArray[np.uint8]) -> None:
+    """1 for each word with a key from ``first`` to ``last``, 0 for others."""
+    for i in range(_BLOCK):
+        marks_B[i] = np.uint8((keys_B[i] >= first) & (keys_B[i] <= last))
+
+
+@_inlined
+def _sums(eights: NDArray[np.uint64], begin: int) -> np.uint64:
+    """Marks up to and with each of eight numbers from ``begin`` on, a byte each."""
+    counts = _U0
+    for k in range(8):
+        counts |= ((eights[begin + k] * _ONES) >> _U56) << np.uint64(8 * k)
+    return counts * _ONES
+
+
+@_inlined
+def _at_most(sums: np.uint64, bound: np.int64) -> np.int64:
+    """How many of eight bytes below 128 are at most ``bound``, itself below 128."""
+    return np.int64((((((np.uint64(bound) * _ONES) | _TOPS) - sums) & _TOPS) >> _U7) * _ONES >> _U56)
+
+
+@_inlined
+def _select(eights: NDArray[np.uint64], low: np.uint64, high: np.uint64, rank: np.int64) -> np.int64:
+    """Where the mark lies that has ``rank`` marks before it; ``low`` and ``high`` are the sums of both halves."""
+    half = np.int64(low >> _U56)
+    k, sums, base = np.int64(0), low, np.int64(0)
+    if rank >= half:
+        k, sums, base = np.int64(8), high, half
+    inside = _at_most(sums, rank - base)
+    before = np.int64(((sums << _U8) >> np.uint64(inside << 3)) & _U255) + base
+    k += inside
+    return (k << 3) + _at_most(eights[k] * _ONES, rank - before)
+
+
 @_kernel(*(
-    int64(_of(w), _of(w), uint64, uint64, _of(uint64), _of(uint64), _of(uint8), int64[::1], int64[::1], uint8[::1],
+    int64(_of(w), _of(w), uint64, _of(uint8), _of(uint8), int64[::1], int64[::1], uint8[::1],
           uint32[::1], w[::1], int64)
     for w in (uint16, uint32)
 ))
 def scan_piece(
-    old: NDArray[Any], new: NDArray[Any], shift: np.uint64, top: np.uint64, low: NDArray[np.uint64],
-    high: NDArray[np.uint64], table: NDArray[np.uint8], populations_C: NDArray[np.int64],
-    previous_C: NDArray[np.int64], classes: NDArray[np.uint8], gaps: NDArray[np.uint32], folded: NDArray[Any], n: int
+    old: NDArray[Any], new: NDArray[Any], top: np.uint64, firsts_C: NDArray[np.uint8], table: NDArray[np.uint8],
+    populations_C: NDArray[np.int64], previous_C: NDArray[np.int64], classes: NDArray[np.uint8],
+    gaps: NDArray[np.uint32], folded: NDArray[Any], n: int,
 ) -> int:
     """Append the changes of one piece to ``classes``, ``gaps`` and ``folded``; how many there are now.
 
     ``populations_C`` counts on; ``previous_C`` is the rank of the class's last changed word, -1 before the first.
     """
+    keys_B, counts_C = np.empty(_BLOCK, np.uint8), np.empty(len(firsts_C), np.int64)
+    wide = top > _WIDE
     for start in range(0, len(old), _BLOCK):
-        a = b = _U0
-        for i in range(start, min(start + _BLOCK, len(old))):
-            word = np.uint64(old[i])
-            key = (word >> shift) & _U255
-            if old[i] != new[i]:
-                c = np.int64(table[key])
-                lane = a if c < 8 else b
-                rank = populations_C[c] + np.int64((lane >> np.uint64((c & 7) << 3)) & _U255)
-                classes[n] = table[key]
+        size = min(_BLOCK, len(old) - start)
+        _load(old[start : start + size], wide, keys_B)
+        for begin in range(start, start + size, _GROUP):
+            end = min(begin + _GROUP, start + size)
+            if end - begin == _GROUP and _equal(old[begin:end], new[begin:end]):
+                continue
+            for i in range(begin, end):
+                if old[i] == new[i]:
+                    continue
+                c = int(table[keys_B[i - start]])
+                rank = populations_C[c] + _rank_in_block(keys_B, firsts_C[c], _last(firsts_C, c), i - start)
+                classes[n] = np.uint8(c)
                 gaps[n] = np.uint32(rank - previous_C[c] - 1)
-                folded[n] = _fold(word, np.uint64(new[i]), top)
+                folded[n] = _fold(np.uint64(old[i]), np.uint64(new[i]), top)
                 previous_C[c] = rank
                 n += 1
-            a += low[key]
-            b += high[key]
-        for k in range(len(populations_C)):
-            lane = a if k < 8 else b
-            populations_C[k] += np.int64((lane >> np.uint64((k & 7) << 3)) & _U255)
+        _count(keys_B, size, firsts_C, counts_C)
+        for k in range(len(counts_C)):
+            populations_C[k] += counts_C[k]
     return n
 
 
 @_kernel(*(
-    int64(_of(w), uint64, uint64, _of(uint64), _of(uint64), _of(uint8), _of(uint32), _of(w), int64[::1], int64[::1],
-          _of(int64), int64[::1], uint32[::1], w[::1])
+    int64(_of(w), uint64, _of(uint8), _of(uint32), _of(w), int64[::1], int64[::1], _of(int64),
+          int64[::1], uint32[::1], w[::1])
     for w in (uint16, uint32)
 ))
 def find_piece(
-    old: NDArray[Any], shift: np.uint64, top: np.uint64, low: NDArray[np.uint64], high: NDArray[np.uint64],
-    table: NDArray[np.uint8], gaps: NDArray[np.uint32], folded: NDArray[Any], left_C: NDArray[np.int64],
-    next_C: NDArray[np.int64], end_C: NDArray[np.int64], populations_C: NDArray[np.int64], where: NDArray[np.uint32],
-    words: NDArray[Any],
+    old: NDArray[Any], top: np.uint64, firsts_C: NDArray[np.uint8],
+    gaps: NDArray[np.uint32], folded: NDArray[Any], left_C: NDArray[np.int64], next_C: NDArray[np.int64],
+    end_C: NDArray[np.int64], populations_C: NDArray[np.int64], where: NDArray[np.uint32], words: NDArray[Any],
 ) -> int:
     """Write index and new word of each change in one piece; how many there are.
 
     A class's next change is number ``next_C`` of ``gaps`` and ``folded``, until ``end_C``; ``left_C`` more of its
     words stay before it. ``populations_C`` counts on.
     """
-    classes, n = len(left_C), 0
-    begin_C = np.empty(classes, np.uint64)
+    keys_B, counts_C, n = np.empty(_BLOCK, np.uint8), np.empty(len(firsts_C), np.int64), 0
+    eights = np.empty(_BLOCK // 8, np.uint64)
+    marks_B = eights.view(np.uint8)
+    wide, low, high = top > _WIDE, _U0, _U0
     for start in range(0, len(old), _BLOCK):
-        a = b = _U0
-        for c in range(classes):
-            begin_C[c] = _U127 - np.uint64(min(left_C[c], 127))
-            if c < 8:
-                a |= begin_C[c] << np.uint64(c << 3)
-            else:
-                b |= begin_C[c] << np.uint64((c & 7) << 3)
-        for i in range(start, min(start + _BLOCK, len(old))):
-            key = (np.uint64(old[i]) >> shift) & _U255
-            a += low[key]
-            b += high[key]
-            if (a | b) & _ALARM:
-                c = int(table[key])
-                populations_C[c] += np.int64(_U127 - begin_C[c]) + 1
+        size = min(_BLOCK, len(old) - start)
+        _load(old[start : start + size], wide, keys_B)
+        _count(keys_B, size, firsts_C, counts_C)
+        for c in range(len(counts_C)):
+            populations_C[c] += counts_C[c]
+            left = left_C[c]
+            if left < counts_C[c]:
+                _mark(keys_B, firsts_C[c], _last(firsts_C, c), marks_B)
+                low, high = _sums(eights, 0), _sums(eights, 8)
+            while left < counts_C[c]:
+                i = start + _select(eights, low, high, left)
                 where[n] = np.uint32(i)
                 words[n] = _unfold(np.uint64(old[i]), np.uint64(folded[next_C[c]]), top)
                 n += 1
                 next_C[c] += 1
-                left_C[c] = np.int64(gaps[next_C[c]]) if next_C[c] < end_C[c] else _FAR
-                begin_C[c] = _U127 - np.uint64(min(left_C[c], 127))
-                place = np.uint64((c & 7) << 3)
-                if c < 8:
-                    a = (a & ~(_U255 << place)) | (begin_C[c] << place)
-                else:
-                    b = (b & ~(_U255 << place)) | (begin_C[c] << place)
-        for c in range(classes):
-            lane = a if c < 8 else b
-            seen = np.int64(((lane >> np.uint64((c & 7) << 3)) & _U255) - begin_C[c])
-            left_C[c] -= seen
-            populations_C[c] += seen
+                left = left + 1 + np.int64(gaps[next_C[c]]) if next_C[c] < end_C[c] else _FAR
+            left_C[c] = left - counts_C[c]
     return n
 
 
@@ -213,3 +298,44 @@ def unpack(data: NDArray[np.uint8], widths: NDArray[np.uint8], values: NDArray[n
         values[i] = np.uint32(held & ((_U1 << width) - _U1))
         held >>= width
         count -= width
+
+
+@_kernel(int64(_of(uint8), _of(uint32), _of(uint32), uint32[::1], uint16[::1]))
+def rans_encode(
+    data: NDArray[np.uint8], frequency: NDArray[np.uint32], starts: NDArray[np.uint32], states: NDArray[np.uint32],
+    refills: NDArray[np.uint16],
+) -> int:
+    """Fill ``refills`` from its end and set ``states`` (see ``rans.encode``); where in ``refills`` they begin."""
+    at, mask = len(refills), len(states) - 1
+    for i in range(len(data) - 1, -1, -1):
+        byte, x = data[i], np.uint64(states[i & mask])
+        f = np.uint64(frequency[byte])
+        if x >= f << _U20:
+            at -= 1
+            refills[at] = np.uint16(x & _LOW_16)
+            x >>= _U16
+        quotient = np.uint64(np.uint32(x) // np.uint32(f))
+        states[i & mask] = np.uint32((quotient << _U12) + (x - quotient * f) + np.uint64(starts[byte]))
+    return at
+
+
+@_kernel(int64(uint32[::1], _of(uint16), _of(uint32), _of(uint32), _of(uint8), uint8[::1]))
+def rans_decode(
+    states: NDArray[np.uint32], refills: NDArray[np.uint16], frequency: NDArray[np.uint32], starts: NDArray[np.uint32],
+    slots: NDArray[np.uint8], data: NDArray[np.uint8],
+) -> int:
+    """Fill ``data`` (see ``rans.decode``); how many refills were used, -1 when there were too few."""
+    at, mask = 0, len(states) - 1
+    for i in range(len(data)):
+        x = np.uint64(states[i & mask])
+        slot = x & _LOW_12
+        byte = slots[slot]
+        x = np.uint64(frequency[byte]) * (x >> _U12) + slot - np.uint64(starts[byte])
+        if x < _LOWEST:
+            if at == len(refills):
+                return -1
+            x = x << _U16 | np.uint64(refills[at])
+            at += 1
+        states[i & mask] = np.uint32(x)
+        data[i] = byte
+    return at

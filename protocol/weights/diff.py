@@ -34,7 +34,7 @@ from protocol.weights.chunk import (
     open_chunk,
 )
 from protocol.weights.layout import Layout, Piece, State, check_state, flat
-from protocol.weights.streams import E_CHUNK
+from protocol.weights.streams import E_CHUNK, Coder
 
 #: State bytes of one segment of a diff: enough for its tables to cost little, few enough to keep all cores busy.
 DIFF_SEGMENT_BYTES: Final = 16 * 2**20
@@ -82,12 +82,13 @@ class Undo:
 
 
 def encode_diff(
-    layout: Layout, old: State, new: State, *, method: Method | None = None, threads: int = 2
+    layout: Layout, old: State, new: State, *, method: Method | None = None, entropy: Coder = Coder.RANS,
+    threads: int = 2,
 ) -> list[bytes]:
     """Chunks that turn ``old`` into ``new``, bit by bit; at least one.
 
     ``method`` (GAP or XC) is used for every segment with changes, even where another would be smaller; None takes the
-    best of all. The bytes do not depend on ``threads``.
+    best of all. ``entropy`` (RANS or ZSTD) codes the streams. The bytes do not depend on ``threads``.
 
     Raises:
         LocalFault: ``E_STATE`` when a state does not fit the layout.
@@ -96,7 +97,10 @@ def encode_diff(
     check_state(layout, new)
     writer = ChunkWriter(Kind.DIFF)
     ranges = list(_cut(layout, DIFF_SEGMENT_BYTES))
-    for segments in _spread(lambda r: _encode_range(layout, old, new, *r, method), ranges, layout.nbytes, threads):
+    encoded = _spread(
+        lambda r: _encode_range(layout, old, new, *r, method, entropy), ranges, layout.nbytes, threads
+    )
+    for segments in encoded:
         for segment in segments:
             writer.add(segment)
     return writer.finish()
@@ -135,7 +139,9 @@ def apply_patch(layout: Layout, state: State, patch: Patch, *, threads: int = 2)
     return Undo([write for undo in undos for write in undo.writes])
 
 
-def encode_anchor(layout: Layout, state: State) -> list[bytes]:
+def encode_anchor(
+    layout: Layout, state: State, *, entropy: Coder = Coder.ZSTD, threads: int = 2
+) -> list[bytes]:
     """Chunks that hold the whole state.
 
     Raises:
@@ -143,8 +149,11 @@ def encode_anchor(layout: Layout, state: State) -> list[bytes]:
     """
     check_state(layout, state)
     writer = ChunkWriter(Kind.ANCHOR)
-    for start, end, words in _cut(layout, ANCHOR_SEGMENT_BYTES):
-        writer.add(encode_full(start, _gather(layout, state, start, end, words)))
+    ranges = list(_cut(layout, ANCHOR_SEGMENT_BYTES))
+    for segment in _spread(
+        lambda r: encode_full(r[0], _gather(layout, state, *r), entropy), ranges, layout.nbytes, threads
+    ):
+        writer.add(segment)
     return writer.finish()
 
 
@@ -197,26 +206,27 @@ def _spread(call: Callable[[_A], _B], items: Sequence[_A], nbytes: int, threads:
 
 
 def _encode_range(
-    layout: Layout, old: State, new: State, start: int, end: int, words: np.dtype[Any], method: Method | None
+    layout: Layout, old: State, new: State, start: int, end: int, words: np.dtype[Any], method: Method | None,
+    entropy: Coder,
 ) -> list[Encoded]:
     """One segment, or several when one would come out larger than a chunk should be."""
-    best = _encode_gap(layout, old, new, start, end) if method is Method.GAP else _encode_xc(
-        layout, old, new, start, end, try_gap=method is None
+    best = _encode_gap(layout, old, new, start, end, entropy) if method is Method.GAP else _encode_xc(
+        layout, old, new, start, end, entropy, try_gap=method is None
     )
     if best is None:
         return [encode_same(start, end, words.itemsize)]
     if method is None and len(best.data) > _TRY_FULL_ABOVE * (end - start):
-        full = encode_full(start, _gather(layout, new, start, end, words))
+        full = encode_full(start, _gather(layout, new, start, end, words), entropy)
         best = min(best, full, key=lambda encoded: len(encoded.data))
     if len(best.data) > TARGET_CHUNK_BYTES and end - start > ANCHOR_SEGMENT_BYTES:
         middle = start + (end - start) // 2 // words.itemsize * words.itemsize
         halves = ((start, middle), (middle, end))
-        return [s for lo, hi in halves for s in _encode_range(layout, old, new, lo, hi, words, method)]
+        return [s for lo, hi in halves for s in _encode_range(layout, old, new, lo, hi, words, method, entropy)]
     return [best]
 
 
 def _encode_xc(
-    layout: Layout, old: State, new: State, start: int, end: int, *, try_gap: bool
+    layout: Layout, old: State, new: State, start: int, end: int, entropy: Coder, *, try_gap: bool
 ) -> Encoded | None:
     """The range by exponent classes, or by gaps where those are shorter and may be used; None without changes."""
     pieces = list(layout.pieces(start, end))
@@ -224,17 +234,19 @@ def _encode_xc(
     changes = kernels.scan(before, after, classes.choose(before, after))
     if not len(changes.folded):
         return None
-    best = encode_xc(start, end, changes)
+    best = encode_xc(start, end, changes, entropy)
     if try_gap and len(changes.folded) < _TRY_GAP_BELOW:
-        gap = _encode_gap(layout, old, new, start, end)
+        gap = _encode_gap(layout, old, new, start, end, entropy)
         best = best if gap is None else min(best, gap, key=lambda encoded: len(encoded.data))
     return best
 
 
-def _encode_gap(layout: Layout, old: State, new: State, start: int, end: int) -> Encoded | None:
+def _encode_gap(
+    layout: Layout, old: State, new: State, start: int, end: int, entropy: Coder
+) -> Encoded | None:
     """The range by gaps; None without changes."""
     positions, folded = _changes(layout, old, new, start, end)
-    return encode_gap(start, end, positions, folded) if len(positions) else None
+    return encode_gap(start, end, positions, folded, entropy) if len(positions) else None
 
 
 def _changes(layout: Layout, old: State, new: State, start: int, end: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -309,7 +321,7 @@ def _writes(
         found = kernels.find([flat(state, piece) for piece in pieces], segment.changes)
         if found is None:
             raise PeerFault(E_CHUNK, "the diff is for another state", hint="its exponent classes do not fit this one")
-        return [(_shift(where, piece.lo), words) for piece, (where, words) in zip(pieces, found, strict=True)]
+        return [(_shift(where, piece), words) for piece, (where, words) in zip(pieces, found, strict=True)]
     writes: list[tuple[NDArray[Any] | slice, NDArray[Any]]] = []
     for piece in pieces:
         size = piece.hi - piece.lo
@@ -319,12 +331,12 @@ def _writes(
         lo, hi = np.searchsorted(segment.positions, (piece.at, piece.at + size))
         where = segment.positions[lo:hi] - segment.positions.dtype.type(piece.at)
         words = steps.unfold(flat(state, piece)[where], segment.words[lo:hi])
-        writes.append((_shift(where, piece.lo), words))
+        writes.append((_shift(where, piece), words))
     return writes
 
 
-def _shift(where: NDArray[np.uint32], by: int) -> NDArray[Any]:
-    """``where + by``, in 4 bytes where that is enough."""
-    if not len(where) or int(where[-1]) + by < 2**32:
-        return where + np.uint32(by) if by else where
-    return where + np.int64(by)
+def _shift(where: NDArray[np.uint32], piece: Piece) -> NDArray[Any]:
+    """Indices within a piece as indices within its tensor, in 4 bytes where that is enough."""
+    if piece.hi <= 2**32:
+        return where + np.uint32(piece.lo) if piece.lo else where
+    return where + np.int64(piece.lo)

@@ -1,6 +1,6 @@
 """The codec's hot loops, compiled where numba is at hand; in numpy, with the same results, where it is not.
 
-Everything here delegates to :mod:`classes` and :mod:`tokens`, or to the kernels of ``codec_jit``.
+Everything here delegates to :mod:`classes`, :mod:`tokens` and :mod:`rans`, or to the kernels of ``codec_jit``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.weights import classes, tokens
+from protocol.weights import classes, rans, tokens
 from protocol.weights.classes import Changes
 
 
@@ -36,10 +36,10 @@ def scan(old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]], firsts: NDArr
     size = sum(map(len, old))  # pages that are never written take no memory
     which, gaps, folded = np.empty(size, np.uint8), np.empty(size, np.uint32), np.empty(size, words)
     populations, previous = np.zeros(len(firsts), np.int64), np.full(len(firsts), -1, np.int64)
-    state = *_registers(firsts), populations, previous, which, gaps, folded
+    state = firsts, classes.table_of(firsts), populations, previous, which, gaps, folded
     n = 0
     for before, after in zip(old, new, strict=True):
-        n = kernel.scan_piece(_aligned(before), _aligned(after), *_bits(words), *state, n)
+        n = kernel.scan_piece(_aligned(before), _aligned(after), _top(words), *state, n)
     counts = np.bincount(which[:n], minlength=len(firsts))
     sorted_gaps, sorted_folded = np.empty(n, np.uint32), np.empty(n, words)
     kernel.by_class(which[:n], gaps[:n], folded[:n], np.cumsum(counts) - counts, sorted_gaps, sorted_folded)
@@ -62,7 +62,7 @@ def find(old: Sequence[NDArray[Any]], changes: Changes) -> list[tuple[NDArray[np
     at = 0
     for piece in old:
         n = kernel.find_piece(
-            _aligned(piece), *_bits(words), *_registers(changes.firsts), changes.gaps, changes.folded, left, following,
+            _aligned(piece), _top(words), changes.firsts, changes.gaps, changes.folded, left, following,
             ends, populations, where[at:], new[at:],
         )
         found.append((where[at : at + n], new[at : at + n]))
@@ -100,18 +100,35 @@ def unpack_bits(data: NDArray[np.uint8], widths: NDArray[np.uint8]) -> NDArray[n
     return values
 
 
-def _registers(firsts: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint8]]:
-    """(256,) what a word of each key adds to the two registers, and its class."""
-    table = classes.table_of(firsts)
-    ones = np.uint64(1) << (table.astype(np.uint64) % np.uint64(8) * np.uint64(8))
-    zero = np.uint64(0)
-    return np.where(table < 8, ones, zero), np.where(table >= 8, ones, zero), table
+def rans_encode(
+    data: NDArray[np.uint8], frequency: NDArray[np.uint32]
+) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+    """See :func:`rans.encode`."""
+    kernel = compiled()
+    if kernel is None:
+        return rans.encode(data, frequency)
+    states = np.full(rans.lanes_of(len(data)), rans.LOWEST_STATE, np.uint32)
+    refills = np.empty(len(data), np.uint16)  # at most one per byte
+    at = kernel.rans_encode(data, frequency, rans.starts_of(frequency), states, refills)
+    return states, refills[at:]
 
 
-def _bits(words: np.dtype[Any]) -> tuple[np.uint64, np.uint64]:
-    """How far right the key lies, and the sign bit."""
-    bits = 8 * words.itemsize
-    return np.uint64(bits - 9), np.uint64(1 << (bits - 1))
+def rans_decode(
+    states: NDArray[np.uint32], refills: NDArray[np.uint16], frequency: NDArray[np.uint32], count: int
+) -> NDArray[np.uint8] | None:
+    """See :func:`rans.decode`."""
+    kernel = compiled()
+    if kernel is None:
+        return rans.decode(states, refills, frequency, count)
+    slots = np.repeat(np.arange(256, dtype=np.uint8), frequency)
+    data, last = np.empty(count, np.uint8), states.copy()
+    used = kernel.rans_decode(last, refills, frequency, rans.starts_of(frequency), slots, data)
+    return data if used == len(refills) and (last == rans.LOWEST_STATE).all() else None
+
+
+def _top(words: np.dtype[Any]) -> np.uint64:
+    """The sign bit."""
+    return np.uint64(1 << (8 * words.itemsize - 1))
 
 
 def _aligned(words: NDArray[Any]) -> NDArray[Any]:

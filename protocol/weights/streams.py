@@ -1,4 +1,4 @@
-"""Streams: the byte planes of a column of numbers, each stored raw or as one bounded zstd frame.
+"""Streams: byte planes of columns of numbers, each stored raw, as one bounded zstd frame, or by rANS.
 
 Plane p holds byte p (least significant first) of every number. Planes above the last one that is not all zero are
 left out. Spec: ``docs/spec/weight-diff.md``, "Streams".
@@ -15,6 +15,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from protocol.errors import PeerFault, code
+from protocol.weights import kernels, rans
 
 E_CHUNK = code("E_CHUNK", "a chunk of a checkpoint is malformed")
 E_CHUNK_LIMIT = code("E_CHUNK_LIMIT", "a chunk of a checkpoint is larger, or decodes to more, than it may")
@@ -25,14 +26,17 @@ ZSTD_LEVEL: Final = 1
 MAX_WINDOW: Final = 2**27
 #: Fewest equal bytes for which the encoder uses FILL. Decoders take any number.
 _SHORTEST_FILL: Final = 16
+#: Share of a stream's bytes that rANS leaves below which zstd is tried as well.
+_SKEWED: Final = 0.1
 _STREAM: Final = struct.Struct("<BI")
 
 
 class Coder(IntEnum):
-    """How a stream's bytes are stored; 2 is set aside for rANS."""
+    """How a stream's bytes are stored."""
 
     RAW = 0
     ZSTD = 1
+    RANS = 2
     FILL = 3  #: one byte, as often as needed
 
 
@@ -84,12 +88,15 @@ def planes_needed(column: NDArray[Any]) -> int:
     return (int(column.max()).bit_length() + 7) // 8 if len(column) else 0
 
 
-def encode_stream(raw: bytes) -> bytes:
-    """One stream that decodes to ``raw``, in the coder that makes it shortest."""
+def encode_stream(raw: bytes, entropy: Coder = Coder.ZSTD) -> bytes:
+    """One stream that decodes to ``raw``: by ``entropy`` (ZSTD or RANS), or simpler where that is as short."""
     if len(raw) >= _SHORTEST_FILL and raw.count(raw[:1]) == len(raw):
         return _STREAM.pack(Coder.FILL, 1) + raw[:1]
-    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(raw)
-    coder, data = (Coder.ZSTD, packed) if len(packed) < len(raw) else (Coder.RAW, raw)
+    packed = _rans(raw) if entropy is Coder.RANS else b""
+    if entropy is Coder.ZSTD or len(packed) < len(raw) * _SKEWED:  # long runs: rANS frequencies are too coarse
+        zstd = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(raw)
+        entropy, packed = min((Coder.ZSTD, zstd), (entropy, packed or zstd), key=lambda option: len(option[1]))
+    coder, data = (entropy, packed) if len(packed) < len(raw) else (Coder.RAW, raw)
     return _STREAM.pack(coder, len(data)) + data
 
 
@@ -131,10 +138,10 @@ def skip_streams(cursor: Cursor, count: int) -> None:
         cursor.take(size)
 
 
-def encode_planes(column: NDArray[Any], planes: int) -> bytes:
-    """The first ``planes`` byte planes of an unsigned column, each as one stream."""
+def encode_planes(column: NDArray[Any], planes: int, entropy: Coder = Coder.ZSTD) -> bytes:
+    """The first ``planes`` byte planes of an unsigned column, each as one stream (see :func:`encode_stream`)."""
     matrix = np.ascontiguousarray(column).view(np.uint8).reshape(len(column), column.dtype.itemsize)
-    return b"".join(encode_stream(matrix[:, plane].tobytes()) for plane in range(planes))
+    return b"".join(encode_stream(matrix[:, plane].tobytes(), entropy) for plane in range(planes))
 
 
 def decode_planes(cursor: Cursor, count: int, planes: int, words: np.dtype[Any]) -> NDArray[Any]:
@@ -162,7 +169,41 @@ def _decode(coder: int, data: memoryview, count: int) -> NDArray[np.uint8]:
         return np.full(count, data[0], np.uint8)
     if coder == Coder.ZSTD:
         return np.frombuffer(_unzstd(data, count), np.uint8)
-    raise PeerFault(E_CHUNK, "unknown stream coder", expected="0, 1 or 3", got=coder)
+    if coder == Coder.RANS:
+        return _unrans(data, count)
+    raise PeerFault(E_CHUNK, "unknown stream coder", expected="0 to 3", got=coder)
+
+
+def _rans(raw: bytes) -> bytes:
+    """Last byte of the table, the table, the states, the refills; nothing for nothing."""
+    if not raw:
+        return b""
+    data = np.frombuffer(raw, np.uint8)
+    table = rans.table_for(np.bincount(data))
+    states, refills = kernels.rans_encode(data, rans.frequencies(table))
+    return b"".join([
+        bytes([len(table) - 1]), table.tobytes(), states.astype("<u4").tobytes(), refills.astype("<u2").tobytes()
+    ])
+
+
+def _unrans(data: memoryview, count: int) -> NDArray[np.uint8]:
+    size = data[0] + 2 if len(data) else 0
+    lanes = rans.lanes_of(count)
+    table, rest = np.frombuffer(data[1:size], np.uint8), data[size:]
+    if not size or len(table) != size - 1 or len(rest) < 4 * lanes or len(rest) % 2 or not count:
+        raise PeerFault(E_CHUNK, "rANS stream too short", expected=f"a table and {lanes} states", got=len(data))
+    if int(table.max()) >= len(rans.WEIGHTS) or not table[-1]:
+        raise PeerFault(
+            E_CHUNK, "rANS table is malformed", expected=f"numbers below {len(rans.WEIGHTS)}, the last not 0"
+        )
+    states = np.frombuffer(rest[: 4 * lanes], "<u4")
+    if (states < rans.LOWEST_STATE).any():
+        raise PeerFault(E_CHUNK, "rANS state too small", expected=f">= {rans.LOWEST_STATE}", got=int(states.min()))
+    refills = np.frombuffer(bytes(rest[4 * lanes :]), "<u2")
+    raw = kernels.rans_decode(states, refills, rans.frequencies(table), count)
+    if raw is None:
+        raise PeerFault(E_CHUNK, "rANS stream does not end where it must")
+    return raw
 
 
 def _unzstd(data: memoryview, count: int) -> bytes:

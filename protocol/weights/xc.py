@@ -17,6 +17,7 @@ from protocol.weights import kernels
 from protocol.weights.classes import Changes
 from protocol.weights.streams import (
     E_CHUNK,
+    Coder,
     Cursor,
     decode_stream,
     encode_raw_stream,
@@ -42,8 +43,8 @@ class Classes:
         return 2 * int(np.count_nonzero(self.counts)) + 1
 
 
-def encode_body(changes: Changes) -> bytes:
-    """Everything of an XC segment behind its header."""
+def encode_body(changes: Changes, entropy: Coder = Coder.ZSTD) -> bytes:
+    """Everything of an XC segment behind its header; ``entropy`` codes the tokens."""
     parts = [
         _CLASS.pack(*numbers)
         for numbers in zip(changes.firsts, changes.populations, changes.counts, strict=True)
@@ -52,7 +53,7 @@ def encode_body(changes: Changes) -> bytes:
     away = (changes.folded & 1).astype(np.uint32)
     gap_tokens, magnitude_tokens = kernels.tokens_of(changes.gaps), kernels.tokens_of(magnitudes)
     for lo, hi in _ranges(changes.counts):
-        parts += [encode_stream(gap_tokens[lo:hi].tobytes()), encode_stream(magnitude_tokens[lo:hi].tobytes())]
+        parts += [encode_stream(column[lo:hi].tobytes(), entropy) for column in (gap_tokens, magnitude_tokens)]
     bits = kernels.pack_bits(
         np.concatenate([changes.gaps, magnitudes, away]), _widths(gap_tokens, magnitude_tokens)
     )

@@ -24,6 +24,7 @@ from protocol.weights.chunk import Method, chunk_output
 from protocol.weights.diff import encode_anchor, encode_diff
 from protocol.weights.layout import Layout, State, copy_state
 from protocol.weights.state_root import leaf_list, root_of
+from protocol.weights.streams import Coder
 
 HERE = Path(__file__).parent
 ORIGIN = "tests/vectors/make_weights.py"
@@ -147,6 +148,7 @@ def diffs() -> None:
         where = rng.random(array.size) < 0.05
         array[where] += rng.choice([1, -1, 2], int(where.sum())).astype(array.dtype)
     _diff("sparse", wide, before, after)
+    _diff("zstd", wide, before, after, entropy=Coder.ZSTD)
     _diff("gaps", wide, before, after, Method.GAP)
     _diff("classes", wide, before, after, Method.XC)
     _diff("classes-every-word", wide, before, {name: ~array for name, array in before.items()}, Method.XC)
@@ -158,8 +160,9 @@ def diffs() -> None:
     })
 
 
-def _diff(name: str, layout: Layout, old: State, new: State, method: Method | None = None) -> None:
-    chunks = encode_diff(layout, old, new, method=method)
+def _diff(name: str, layout: Layout, old: State, new: State, method: Method | None = None,
+          entropy: Coder = Coder.RANS) -> None:
+    chunks = encode_diff(layout, old, new, method=method, entropy=entropy)
     write("weight-diff", name, {
         "kind": "diff", "layout": layout.to_bytes().decode(), "old": hexed(old), "new": hexed(new),
         "chunks": [c.hex() for c in chunks], "max_output_bytes": [chunk_output(c) for c in chunks],
@@ -207,7 +210,11 @@ def bad_diffs() -> None:
         "too-many-changes": ([chunk(segment(0, 8, 2, 2, (0, 0), 5))], "E_CHUNK"),
         "gap-leads-out": ([chunk(gap + stream(b"\3\0") + two)], "E_CHUNK"),
         "step-of-zero": ([chunk(segment(0, 8, 2, 2, (0, 2), 1) + stream(b"\xff") * 2)], "E_CHUNK"),
-        "unknown-coder": ([chunk(gap + stream(b"\0\0", 2) + two)], "E_CHUNK"),
+        "unknown-coder": ([chunk(gap + stream(b"\0\0", 4) + two)], "E_CHUNK"),
+        "rans-too-short": ([chunk(gap + stream(b"\0\1\0\0\1", 2) + two)], "E_CHUNK"),
+        "rans-table": ([chunk(gap + stream(b"\1\1\0\0\0\1\0", 2) + two)], "E_CHUNK"),
+        "rans-state": ([chunk(gap + stream(b"\0\1\xff\xff\0\0", 2) + two)], "E_CHUNK"),
+        "rans-left-over": ([chunk(gap + stream(b"\0\1\0\0\1\0\0\0", 2) + two)], "E_CHUNK"),
         "zstd-bomb": ([chunk(gap + stream(pack(bytes(2**24)), 1) + two)], "E_CHUNK"),
         "zstd-two-frames": ([chunk(gap + stream(pack(bytes(2)) * 2, 1) + two)], "E_CHUNK"),
         "more-than-stated": ([chunk(segment(0, 8, 1, 2, (0, 0), 4))], "E_CHUNK_LIMIT"),

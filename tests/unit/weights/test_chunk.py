@@ -41,6 +41,11 @@ def stream(data: bytes, coder: int = 0) -> bytes:
     return struct.pack("<BI", coder, len(data)) + data
 
 
+def rans(table: bytes = b"\1", state: bytes = b"\0\0\1\0", refills: bytes = b"") -> bytes:
+    """Two bytes by rANS; as given, two zeros."""
+    return stream(bytes([len(table) - 1]) + table + state + refills, 2)
+
+
 def zstd(data: bytes, **options: object) -> bytes:
     return stream(zstandard.ZstdCompressor(**options).compress(data), 1)  # type: ignore[arg-type]
 
@@ -98,13 +103,24 @@ BAD = {
     "raw stream too long": (chunk(segment(*GAP2, stream(b"\0\0\0"), _TWO)), "raw stream"),
     "raw stream too short": (chunk(segment(*GAP2, stream(b"\0"), _TWO)), "raw stream"),
     "stream beyond the chunk": (chunk(segment(*GAP2, struct.pack("<BI", 0, 2**32 - 1))), "ends too early"),
-    "unknown coder": (chunk(segment(*GAP2, stream(b"\0\0", 2), _TWO)), "unknown stream coder"),
+    "unknown coder": (chunk(segment(*GAP2, stream(b"\0\0", 4), _TWO)), "unknown stream coder"),
     "not zstd": (chunk(segment(*GAP2, stream(b"junk", 1), _TWO)), "not one zstd frame"),
     "zstd of another length": (chunk(segment(*GAP2, zstd(bytes(3)), _TWO)), "zstd frame of the wrong length"),
     "zstd bomb": (chunk(segment(*GAP2, zstd(bytes(2**26)), _TWO)), "zstd frame of the wrong length"),
     "zstd without length": (
         chunk(segment(*GAP2, zstd(bytes(2), write_content_size=False), _TWO)), "zstd frame of the wrong length"
     ),
+    "empty rans": (chunk(segment(*GAP2, stream(b"", 2), _TWO)), "rANS stream too short"),
+    "rans without states": (chunk(segment(*GAP2, rans(state=b"\0\0\1"), _TWO)), "rANS stream too short"),
+    "rans with half a refill": (chunk(segment(*GAP2, rans(refills=b"\0"), _TWO)), "rANS stream too short"),
+    "rans table too long": (chunk(segment(*GAP2, stream(b"\xff\1\1\1\1\1\1\1\1", 2), _TWO)), "rANS stream too short"),
+    "rans weight unknown": (chunk(segment(*GAP2, rans(table=b"\x80"), _TWO)), "rANS table"),
+    "rans table of zeros": (chunk(segment(*GAP2, rans(table=b"\0\0"), _TWO)), "rANS table"),
+    "rans table ends in 0": (chunk(segment(*GAP2, rans(table=b"\1\0"), _TWO)), "rANS table"),
+    "rans state too small": (chunk(segment(*GAP2, rans(state=b"\xff\xff\0\0"), _TWO)), "state too small"),
+    "rans refills left over": (chunk(segment(*GAP2, rans(refills=b"\0\0"), _TWO)), "does not end"),
+    "rans refills missing": (chunk(segment(*GAP2, rans(table=b"\1\1"), _TWO)), "does not end"),
+    "rans ends elsewhere": (chunk(segment(*GAP2, rans(state=b"\1\0\1\0"), _TWO)), "does not end"),
     "empty fill": (chunk(segment(*GAP2, stream(b"", 3), _TWO)), "fill stream"),
     "long fill": (chunk(segment(*GAP2, stream(b"\0\0", 3), _TWO)), "fill stream"),
     "xc without changes": (chunk(segment(0, 200, 3, 2, (1, 0), 0, classes((0, 100, 0)), stream(b""))), "do not fit"),
@@ -146,6 +162,7 @@ def test_malformed_chunks_are_refused(name: str) -> None:
 
 def test_the_same_by_hand_is_accepted() -> None:
     good = chunk(segment(*GAP2, zstd(b"\x05\x03"), stream(b"\x01\x00")))
+    assert decode_diff(TINY, [chunk(segment(*GAP2, rans(), _TWO))]).changed == 2
     patch = decode_diff(TINY, [good])
     assert patch.segments[0].positions is not None
     assert patch.segments[0].positions.tolist() == [5, 9]

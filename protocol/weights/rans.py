@@ -1,0 +1,147 @@
+"""rANS: an order-0 entropy coder that comes within a fraction of a percent of a byte stream's entropy.
+
+Range asymmetric numeral systems (Duda, arXiv:1311.2540) with a static table: frequencies out of 4,096, states of 32
+bits that are refilled by 16, and as many interleaved states as the stream is long enough to pay for. Integers only, so
+every machine decodes the same bytes. Spec: ``docs/spec/weight-diff.md``, "rANS".
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Frequencies of a table add up to 2^12.
+PROBABILITY_BITS: Final = 12
+#: States lie in [2^16, 2^32), begin at 2^16 where the encoder starts, and are back there when the decoder ends.
+LOWEST_STATE: Final = 2**16
+_TOTAL: Final = 1 << PROBABILITY_BITS
+#: Bytes of a stream per interleaved state, and the most of these.
+_BYTES_PER_LANE, _MAX_LANES = 8192, 32
+#: Fewest lanes for which a row at a time in numpy is faster than a byte at a time.
+_ROW_LANES: Final = 8
+
+#: Weight that each byte of a table stands for: three bits of mantissa, four of exponent; 0 means the byte is absent.
+WEIGHTS: Final[NDArray[np.int64]] = np.array(
+    [b if b < 16 else (8 + (b & 7)) << (b >> 3) - 1 for b in range(128)], np.int64
+)
+
+
+def lanes_of(count: int) -> int:
+    """Interleaved states of a stream of ``count`` bytes: a power of two."""
+    lanes = 1
+    while lanes < _MAX_LANES and count >= 2 * _BYTES_PER_LANE * lanes:
+        lanes *= 2
+    return lanes
+
+
+def table_for(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """The table (see ``WEIGHTS``) that comes closest to these counts, up to the last byte that occurs."""
+    counts = counts[: int(np.flatnonzero(counts)[-1]) + 1]
+    scaled = np.where(counts > 0, np.maximum(counts * _TOTAL / max(int(counts.sum()), _TOTAL), 1.0), 0.0)
+    above = np.minimum(np.searchsorted(WEIGHTS, scaled), len(WEIGHTS) - 1)
+    below = np.maximum(above - 1, 0)
+    nearer = np.where(WEIGHTS[above] - scaled <= scaled - WEIGHTS[below], above, below)
+    return np.where(counts > 0, np.maximum(nearer, 1), 0).astype(np.uint8)
+
+
+def frequencies(table: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """(256,) frequency of each byte, adding up to 2^12; at least 1 for every byte the table names.
+
+    ``table`` holds numbers below 128, not all of them 0.
+    """
+    weights = np.zeros(256, np.int64)
+    weights[: len(table)] = WEIGHTS[table]
+    found = weights * _TOTAL // weights.sum()
+    found[(weights > 0) & (found == 0)] = 1
+    excess = int(found.sum()) - _TOTAL
+    if excess < 0:
+        found[np.argmax(found)] -= excess
+    for _ in range(excess):
+        found[np.argmax(found)] -= 1
+    return found.astype(np.uint32)
+
+
+def starts_of(frequency: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """(256,) first slot of each byte."""
+    return (np.cumsum(frequency) - frequency).astype(np.uint32)
+
+
+def encode(data: NDArray[np.uint8], frequency: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+    """States to begin decoding with, and the 16-bit numbers to refill them, in the decoder's order."""
+    lanes = lanes_of(len(data))
+    starts = starts_of(frequency)
+    if lanes < _ROW_LANES:
+        return _encode_bytes(data.tolist(), frequency.tolist(), starts.tolist(), lanes)
+    states = np.full(lanes, LOWEST_STATE, np.uint64)
+    refills: list[NDArray[np.uint16]] = []
+    for row in range((len(data) - 1) // lanes, -1, -1):
+        byte = data[row * lanes : (row + 1) * lanes]
+        x, f = states[: len(byte)], frequency[byte].astype(np.uint64)
+        full = x >= f << np.uint64(32 - PROBABILITY_BITS)
+        refills.append(x[full].astype(np.uint16))
+        x = np.where(full, x >> np.uint64(16), x)
+        states[: len(byte)] = (x // f << np.uint64(PROBABILITY_BITS)) + x % f + starts[byte]
+    return states.astype(np.uint32), np.concatenate(refills[::-1])
+
+
+def decode(
+    states: NDArray[np.uint32], refills: NDArray[np.uint16], frequency: NDArray[np.uint32], count: int
+) -> NDArray[np.uint8] | None:
+    """``count`` bytes; None when the refills are too few or too many or the states do not end where they must."""
+    slots = np.repeat(np.arange(256, dtype=np.uint8), frequency)
+    starts = starts_of(frequency)
+    if len(states) < _ROW_LANES:
+        return _decode_bytes(states.tolist(), refills.tolist(), frequency.tolist(), starts.tolist(), slots, count)
+    lanes, at = len(states), 0
+    x = states.astype(np.uint64)
+    data = np.empty(count, np.uint8)
+    for begin in range(0, count, lanes):
+        y = x[: min(lanes, count - begin)]
+        slot = (y & np.uint64(_TOTAL - 1)).astype(np.int64)
+        byte = slots[slot]
+        y = frequency[byte].astype(np.uint64) * (y >> np.uint64(PROBABILITY_BITS)) + slot.astype(np.uint64)
+        y -= starts[byte]
+        empty = np.flatnonzero(y < LOWEST_STATE)
+        if at + len(empty) > len(refills):
+            return None
+        y[empty] = y[empty] << np.uint64(16) | refills[at : at + len(empty)]
+        at += len(empty)
+        x[: len(y)] = y
+        data[begin : begin + len(y)] = byte
+    return data if at == len(refills) and (x == LOWEST_STATE).all() else None
+
+
+def _encode_bytes(
+    data: list[int], frequency: list[int], starts: list[int], lanes: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+    states, refills = [LOWEST_STATE] * lanes, list[int]()
+    for i in range(len(data) - 1, -1, -1):
+        byte, x = data[i], states[i % lanes]
+        f = frequency[byte]
+        if x >= f << 32 - PROBABILITY_BITS:
+            refills.append(x & 0xFFFF)
+            x >>= 16
+        states[i % lanes] = (x // f << PROBABILITY_BITS) + x % f + starts[byte]
+    return np.array(states, np.uint32), np.array(refills[::-1], np.uint16)
+
+
+def _decode_bytes(
+    states: list[int], refills: list[int], frequency: list[int], starts: list[int], slots: NDArray[Any], count: int
+) -> NDArray[np.uint8] | None:
+    lanes, at, data, byte_of = len(states), 0, bytearray(count), slots.tolist()
+    for i in range(count):
+        x = states[i % lanes]
+        slot = x & _TOTAL - 1
+        byte = byte_of[slot]
+        x = frequency[byte] * (x >> PROBABILITY_BITS) + slot - starts[byte]
+        if x < LOWEST_STATE:
+            if at == len(refills):
+                return None
+            x = x << 16 | refills[at]
+            at += 1
+        states[i % lanes] = x
+        data[i] = byte
+    done = at == len(refills) and all(x == LOWEST_STATE for x in states)
+    return np.frombuffer(data, np.uint8) if done else None
