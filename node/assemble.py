@@ -12,7 +12,8 @@ from node.drill import drilled_engine, drilled_weights, require_enrolled
 from node.engine import Engine, WeightSource
 from node.home import Home
 from node.join import PROFILE, check_protocol, greeting
-from node.weights import Weights, fetch_model
+from node.membership import Membership
+from node.weights import Chunks, Published, Weights, fetch_model
 from protocol.api import E_NODE_BANNED
 from protocol.client import CoordinatorClient
 from protocol.clock import Clock
@@ -81,13 +82,17 @@ def assemble(
         require_enrolled(config.drill, client.node(identity.id))
         _LOG.warning("this node is a drill and cheats on purpose: %s", config.drill)
     layout = fetch_model(client, run, home.model, home.write)
-    weights = open_weights(home, config, run, layout, client, clock)
+    pool = open_pool(home, config, client, clock)
+    membership = Membership(config, run, identity, client, pool, clock)
+    weights = open_weights(
+        home, config, run, layout, membership.published(client), membership.chunks, clock
+    )
     source = drilled_weights(config.drill, weights, layout)
     honest = make_engine(
         home.model, layout, run.sampling, source, slots=config.batch, threads=config.threads
     )
     engine = drilled_engine(config.drill, honest, run.sampling)
-    return Daemon(Parts(home, config, run, identity, client, weights, engine, clock))
+    return Daemon(Parts(home, config, run, identity, client, weights, membership, engine, clock))
 
 
 def check_run(run: RunManifest, clock: Clock) -> None:
@@ -105,22 +110,25 @@ def check_run(run: RunManifest, clock: Clock) -> None:
         raise LocalFault(E_NODE_PROFILE, "no such profile in this run", expected=", ".join(names), got=PROFILE)
 
 
-def open_weights(
-    home: Home, config: NodeConfig, run: RunManifest, layout: Layout, client: CoordinatorClient, clock: Clock
-) -> Weights:
-    """The run's weights as far as the home holds them; ``state.json`` follows them.
+def open_pool(home: Home, config: NodeConfig, client: CoordinatorClient, clock: Clock) -> SourcePool:
+    """Chunks of weights from the coordinator and the mirrors, kept in the home.
 
     Raises:
         LocalFault: ``E_STORE``, ``E_STORE_URL`` for an address among the mirrors that makes no sense.
     """
+    sources = [HttpSource.coordinator(client.base_url), *map(source_at, config.mirrors)]
+    return SourcePool(sources, ChunkCache(home.chunks, max_bytes=config.chunk_cache_mb * 2**20), clock=clock)
+
+
+def open_weights(
+    home: Home, config: NodeConfig, run: RunManifest, layout: Layout, published: Published, chunks: Chunks, clock: Clock
+) -> Weights:
+    """The run's weights as far as the home holds them; ``state.json`` follows them."""
 
     def write_state(manifest: CheckpointManifest) -> None:
         home.write_state(manifest.version, manifest.state_root, clock.now_ms())
 
-    sources = [HttpSource.coordinator(client.base_url), *map(source_at, config.mirrors)]
-    cache = ChunkCache(home.chunks, max_bytes=config.chunk_cache_mb * 2**20)
-    pool = SourcePool(sources, cache, clock=clock)
-    weights = Weights(client, pool, run, layout, home.weights, threads=config.threads, on_version=write_state)
+    weights = Weights(published, chunks, run, layout, home.weights, threads=config.threads, on_version=write_state)
     weights.restore()
     return weights
 

@@ -90,6 +90,9 @@ def run(
     drain_timeout_s: Annotated[
         float | None, typer.Option(help="Seconds to finish and upload after SIGTERM.")
     ] = None,
+    swarm: Annotated[
+        bool | None, typer.Option("--swarm/--no-swarm", help="Exchange weights with other nodes (off by default).")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
     log: Annotated[Path | None, typer.Option(help="Log file; default: HOME/node.log, - for stderr.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved settings and end.")] = False,
@@ -106,7 +109,7 @@ def run(
 
         settings, origin = load_config(NodeConfig, config, "ASSAY_NODE_", {
             "home": home.expanduser(), "batch": batch, "threads": threads, "drill": drill,
-            "drain_timeout_s": drain_timeout_s,
+            "drain_timeout_s": drain_timeout_s, "swarm": swarm,
         })
         if dry_run:
             for field, value in settings.model_dump(mode="json").items():
@@ -134,6 +137,30 @@ def status(
             if not watch:
                 return 0 if running else 1
             time.sleep(2)
+
+    _exit(act)
+
+
+@app.command(epilog="Example: assay node peers --home ~/.assay")
+def peers(
+    home: HomeOption = DEFAULT_HOME,
+    as_json: Annotated[bool, typer.Option("--json", help="All that is known of every peer, as JSON.")] = False,
+) -> None:
+    """The swarm: peers, what went to and fro, and why one is not connected. Exit status 1 when it is not running."""
+
+    def act() -> int:
+        from node.home import Home, status_age_s
+        from node.peer_table import lines
+        from protocol.clock import SystemClock
+
+        place = Home(home.expanduser())
+        place.pin()
+        view = place.read_peers() or {"running": False, "why": "the node never ran", "connected": 0, "peers": []}
+        if view["running"] and not _alive((place.read_status() or {}).get("pid")):
+            view |= {"running": False, "why": "the node is not running"}
+        age = status_age_s(view, SystemClock().now_ms()) if "updated_at_ms" in view else None
+        print(json.dumps(view | {"age_s": age}) if as_json else "\n".join(lines(view, age)))
+        return 0 if view["running"] else 1
 
     _exit(act)
 
@@ -275,6 +302,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("verdicts", f"accepted {found.get('accepted')}, rejected {found.get('rejected')}, "
                      f"inconclusive {found.get('inconclusive')}" + (f" ({reasons})" if reasons else "")),
         ("credit", f"{found.get('credit')} settled, {found.get('credit_pending')} pending"),
+        ("peers", "" if found.get("peers_connected") is None else f"{found['peers_connected']} connected"),
         ("contact", "never" if contact is None else f"{contact} s before that"),
         ("disk", f"{found['free_disk_mb']} MiB free"),
     ]

@@ -42,6 +42,18 @@ class NodeConfig(Config):
     #: more places to fetch weights from: http(s)://HOST/PATH, dir:PATH, s3://BUCKET/PREFIX; none of them is trusted
     chunk_cache_mb: Annotated[int, Field(ge=16)] = 4096
     #: fetched chunks kept on disk, in MiB; the oldest go first
+    swarm: bool = False
+    #: exchange weights with other nodes; needs the extra "swarm"
+    swarm_listen: str = "/ip4/0.0.0.0/tcp/0"
+    #: where the swarm listens; port 0: any. To be reached from outside, choose a port and open it
+    swarm_announce: Annotated[tuple[str, ...], Field(max_length=8)] = ()
+    #: addresses told to others, for example /ip4/203.0.113.5/tcp/4101; none: where we listen, as seen from outside
+    swarm_max_peers: Annotated[int, Field(ge=1, le=256)] = 32
+    #: connections to other nodes made by us; about as many more are taken
+    swarm_up_mb_s: Annotated[float, Field(gt=0)] | None = None
+    #: bandwidth for serving other nodes, in megabytes per second; none: no limit
+    swarm_down_mb_s: Annotated[float, Field(gt=0)] | None = None
+    #: bandwidth for fetching from other nodes, in megabytes per second; none: no limit
     min_free_mb: Annotated[int, Field(ge=0)] = 256
     #: no new work below this much free disk, in MiB
     log_level: str = "INFO"

@@ -13,6 +13,7 @@ from node.engine import Engine
 from node.health import Health, Outcome
 from node.home import Home
 from node.leaser import RUN_COMPLETE, Leaser
+from node.membership import Membership
 from node.reporter import Reporter
 from node.spool import Receipts, Spool
 from node.unit import Unit
@@ -44,6 +45,7 @@ class Parts:
     identity: Identity
     client: CoordinatorClient
     weights: Weights
+    membership: Membership
     engine: Engine
     clock: Clock
 
@@ -72,9 +74,10 @@ class Daemon:
         self._watcher = Watcher(
             self.health, parts.weights, clock, poll_s=config.poll_s, save_s=config.save_s
         )
+        parts.membership.on_news = self._watcher.look
         self._reporter = Reporter(
             self.health, client, parts.home, parts.identity.id, self.look, clock, report_s=config.report_s,
-            contact_s=config.contact_s,
+            contact_s=config.contact_s, peers=parts.membership.view,
         )
         self._state = "starting"
         self._aborted = False
@@ -110,6 +113,7 @@ class Daemon:
             "lag_versions": max(0, announced - parts.engine.version), "tokens": parts.engine.tokens,
             "open_samples": open_samples, "capacity": parts.engine.capacity, "unsent": self._outbox.backlog,
             "free_disk_mb": parts.home.free_mb(), "started_at_ms": self._started_ms,
+            "peers_connected": parts.membership.connected,
         }
 
     def status(self) -> dict[str, Any]:
@@ -120,6 +124,7 @@ class Daemon:
 
     def run(self) -> Outcome:
         """Work until the run is complete, we are told to end, or something breaks."""
+        self._parts.membership.start()
         for worker in self.workers:
             worker.start()
         self._state = "running"
@@ -236,6 +241,7 @@ class Daemon:
         for worker in self.workers:
             if not worker.join(0.1 if self._aborted else _JOIN_S):
                 _LOG.warning("thread %s is still busy", worker.name)
+        self._parts.membership.stop()
         if self._aborted:
             return
         try:

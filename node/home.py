@@ -43,6 +43,7 @@ class Home:
         self.log = path / "node.log"
         self._pin, self._manifest = path / "node.json", path / "manifest.json"
         self._state, self._status, self._paused = path / "state.json", path / "status.json", path / "paused"
+        self._peers = path / "peers.json"
 
     @property
     def joined(self) -> bool:
@@ -110,11 +111,15 @@ class Home:
 
     def read_status(self) -> dict[str, Any] | None:
         """The last status.json, or None when there is none."""
-        try:
-            value = json.loads(self._status.read_bytes())
-        except (OSError, ValueError):
-            return None
-        return value if isinstance(value, dict) else None
+        return _read_json(self._status)
+
+    def write_peers(self, view: dict[str, Any]) -> None:
+        """Replace peers.json."""
+        self._write_json(self._peers, view)
+
+    def read_peers(self) -> dict[str, Any] | None:
+        """The last peers.json, or None when there is none."""
+        return _read_json(self._peers)
 
     @property
     def paused(self) -> bool:
@@ -184,6 +189,14 @@ class Home:
                 E_HOME, f"the key {self.key} is gone",
                 hint="restore it from your backup; a lost key cannot be recovered: join again with a new --home",
             )
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def status_age_s(status: dict[str, Any], now_ms: int) -> float:

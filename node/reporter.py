@@ -30,11 +30,11 @@ class Reporter(Worker):
 
     def __init__(
         self, health: Health, registry: Registry, home: Home, node_id: str, look: Callable[[], dict[str, Any]],
-        clock: Clock, *, report_s: float, contact_s: float,
+        clock: Clock, *, report_s: float, contact_s: float, peers: Callable[[], dict[str, Any]],
     ):
         super().__init__(health)
         self._registry, self._home, self._node_id, self._look = registry, home, node_id, look
-        self._clock, self._report_s, self._contact_s = clock, report_s, contact_s
+        self._clock, self._report_s, self._contact_s, self._peers = clock, report_s, contact_s, peers
         self._asked_at = clock.monotonic() - contact_s
         self._rate: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)
 
@@ -69,12 +69,14 @@ class Reporter(Worker):
         return record
 
     def write(self) -> None:
-        """Write status.json now.
+        """Write status.json and peers.json now.
 
         Raises:
-            LocalFault: it cannot be written.
+            LocalFault: they cannot be written.
         """
-        self._home.write_status(self.status())
+        status, peers = self.status(), self._peers()
+        self._home.write_status(status)
+        self._home.write_peers(peers | {"updated_at_ms": status["updated_at_ms"]})
 
     def status(self) -> dict[str, Any]:
         """The status as it is now."""

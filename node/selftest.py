@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from node.assemble import EngineFactory, check_run, open_weights, torch_engine
+from node.assemble import EngineFactory, check_run, open_pool, open_weights, torch_engine
 from node.config import NodeConfig
 from node.engine import Engine, Finished, Request
 from node.home import Home
@@ -69,7 +69,7 @@ def selftest(
     run = home.manifest()
     check_run(run, clock)
     layout = fetch_model(client, run, home.model, home.write)
-    weights = open_weights(home, config, run, layout, client, clock)
+    weights = open_weights(home, config, run, layout, client, open_pool(home, config, client, clock), clock)
     weights.poll(clock.now_ms())
     engine = make_engine(home.model, layout, run.sampling, weights, slots=config.batch, threads=config.threads)
     requests = _requests(home, run, client, weights.newest(), rollouts)

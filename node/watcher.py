@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from typing import Final
 
 from node.health import Health
 from node.weights import Weights
@@ -10,6 +12,9 @@ from node.worker import Worker
 from protocol.clock import Clock
 
 _LOG = logging.getLogger(__name__)
+
+#: How soon news cuts a nap short, in seconds.
+_BLINK_S: Final = 0.1
 
 
 class Watcher(Worker):
@@ -22,9 +27,23 @@ class Watcher(Worker):
         super().__init__(health)
         self._weights, self._clock, self._poll_s, self._save_s = weights, clock, poll_s, save_s
         self._saved_at = clock.monotonic()
+        self._news = threading.Event()
+
+    def look(self) -> None:
+        """Look at the head now: somebody said that there is a newer one."""
+        self._news.set()
+
+    def nap(self, seconds: float) -> None:
+        """Wait, but no longer than until there is news."""
+        until = self._clock.monotonic() + seconds
+        while not self._news.is_set() and (left := until - self._clock.monotonic()) > 0:
+            super().nap(min(left, _BLINK_S))
+            if self.health.stopping.is_set():
+                return
 
     def work(self) -> float:
         """One look at the head."""
+        self._news.clear()
         moved = self._weights.poll(self._clock.now_ms())
         self.health.contact()
         if moved:

@@ -12,11 +12,11 @@ from typing import Protocol
 
 from protocol.envelope import Envelope
 from protocol.errors import AssayError, LocalFault, PeerFault
-from protocol.messages import CheckpointManifest, RunManifest
+from protocol.messages import CheckpointManifest, ChunkRef, RunManifest
+from protocol.weights.cache import ChunkCache
 from protocol.weights.chain import CheckpointFollower, open_manifest
 from protocol.weights.layout import Layout, State
 from protocol.weights.link import E_CHECKPOINT_MIX
-from protocol.weights.pool import SourcePool
 from protocol.weights.way import Way
 
 _LOG = logging.getLogger(__name__)
@@ -42,6 +42,23 @@ class Published(Protocol):
         ...
 
 
+class Chunks(Protocol):
+    """Verified chunks; :class:`protocol.weights.pool.SourcePool` is one, alone or behind the swarm."""
+
+    @property
+    def cache(self) -> ChunkCache:
+        """Where they are kept."""
+        ...
+
+    def fetch(self, sha256: str, size: int) -> bytes:
+        """One chunk."""
+        ...
+
+    def fetch_all(self, refs: Sequence[ChunkRef]) -> None:
+        """Have all of these in the cache."""
+        ...
+
+
 class Objects(Protocol):
     """Small objects by hash; :class:`protocol.client.CoordinatorClient` is one."""
 
@@ -53,20 +70,20 @@ class Objects(Protocol):
 class Weights:
     """Implements :class:`node.engine.WeightSource`. The lock is held while a diff is applied or a state is read.
 
-    Chunks come from ``pool``, whose sources may come and go.
+    Chunks come from ``chunks``, whose sources may come and go.
     """
 
     def __init__(
-        self, published: Published, pool: SourcePool, run: RunManifest, layout: Layout, folder: Path, *,
+        self, published: Published, chunks: Chunks, run: RunManifest, layout: Layout, folder: Path, *,
         threads: int = 1, on_version: Callable[[CheckpointManifest], None] | None = None,
     ):
-        self._published, self.pool, self._run, self._folder = published, pool, run, folder
+        self._published, self._chunks, self._run, self._folder = published, chunks, run, folder
         self._on_version = on_version
         self._lock, self._polling = threading.RLock(), threading.Lock()
         self._manifests: dict[int, CheckpointManifest] = {}
         self._newest, self._announced = -1, -1
         self._follower = CheckpointFollower(
-            pool.fetch, run.roles.learner, run.run_id, layout, manifests=published.checkpoints,
+            chunks.fetch, run.roles.learner, run.run_id, layout, manifests=published.checkpoints,
             skips=published.skips, keep_versions=run.batch.max_lag_versions + 2, threads=threads,
         )
 
@@ -186,10 +203,10 @@ class Weights:
 
     def _fetch_ahead(self, way: Way) -> None:
         """Have the chunks on the way on disk while the engine goes on; what is wrong with them shows when applied."""
-        if way.nbytes > self.pool.cache.max_bytes // 2:
+        if way.nbytes > self._chunks.cache.max_bytes // 2:
             return
         try:
-            self.pool.fetch_all(way.refs)
+            self._chunks.fetch_all(way.refs)
         except AssayError as error:
             if not any(step.relay for step in way.steps):
                 raise

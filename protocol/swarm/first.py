@@ -21,10 +21,10 @@ _STRIPES: Final = 64
 
 
 class SwarmFirst:
-    """Chunks from peers, else from the pool. Thread-safe."""
+    """Chunks from peers, else from the pool, kept in the pool's cache. Thread-safe."""
 
     def __init__(self, pool: SourcePool, swarm: Swarm):
-        self._pool, self._swarm = pool, swarm
+        self._pool, self._swarm, self.cache = pool, swarm, pool.cache
         self._stripes = [threading.Lock() for _ in range(_STRIPES)]
 
     def fetch(self, sha256: str, size: int) -> bytes:
@@ -34,7 +34,7 @@ class SwarmFirst:
             AssayError: as :meth:`protocol.weights.pool.SourcePool.fetch`, when no peer has it either.
         """
         with self._stripes[int(sha256[:4], 16) % _STRIPES]:
-            data = self._pool.cache.get(sha256)
+            data = self.cache.get(sha256)
             if data is None:
                 data = self._fetch(sha256, size)
                 self._swarm.shelf.settle([sha256])
@@ -46,7 +46,7 @@ class SwarmFirst:
         Raises:
             AssayError: as :meth:`fetch`.
         """
-        sizes = {ref.sha256: ref.size_bytes for ref in refs if not self._pool.cache.store.has(ref.sha256)}
+        sizes = {ref.sha256: ref.size_bytes for ref in refs if not self.cache.store.has(ref.sha256)}
         if not sizes:
             return
         keys = self._swarm.plan(list(sizes))
@@ -78,8 +78,7 @@ class SwarmFirst:
                 raise refused from None
 
     def _keep(self, sha256: str, data: bytes) -> bytes:
-        cache = self._pool.cache
-        cache.discard(sha256)
-        cache.append(sha256, data)
-        cache.keep(sha256)
+        self.cache.discard(sha256)
+        self.cache.append(sha256, data)
+        self.cache.keep(sha256)
         return data

@@ -119,6 +119,11 @@ class PeerBook:
             self._random.shuffle(due)
             return due[: max(0, free)]
 
+    def undecided(self) -> bool:
+        """Whether somebody was found but not dialled yet."""
+        with self._lock:
+            return any(p.addresses and not p.connected and not p.dials_failed for p in self._peers.values())
+
     def dial_failed(self, peer_id: str, why: str) -> None:
         """It could not be reached."""
         with self._lock:

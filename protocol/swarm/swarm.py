@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 #: Where we listen: the coordinator names us and others to each other.
 Announce = Callable[[PeerAnnounce], PeersReply]
 
+#: How long after the start the first fetch waits for peers, in seconds.
+_SETTLE_S: Final = 3.0
 _START_S: Final = 30.0
 #: Rest after the host died, in seconds: first, longest.
 _REST_S: Final = (2.0, 60.0)
@@ -72,6 +75,8 @@ class Swarm:
         self._token: trio.lowlevel.TrioToken | None = None
         self._stop: trio.Event | None = None
         self._stopping, self._tried = threading.Event(), threading.Event()
+        self._met = threading.Event()  #: the meeting point answered, or there is none
+        self._born = -math.inf
         self._why = "not started yet"
         self._thread = threading.Thread(target=self._live, name="swarm", daemon=True)
 
@@ -83,6 +88,9 @@ class Swarm:
         Raises:
             LocalFault: ``E_SWARM`` when it does not listen yet, saying why.
         """
+        self._born = self._clock.monotonic()
+        if self._announce is None:
+            self._met.set()
         self._thread.start()
         if wait and not (self._tried.wait(_START_S) and self._host is not None):
             raise LocalFault(E_SWARM, "the swarm does not listen", got=self._why)
@@ -150,6 +158,7 @@ class Swarm:
             try:
                 reply = await trio.to_thread.run_sync(self._say_where, host.addresses, abandon_on_cancel=True)
                 self._hear_of(reply)
+                self._met.set()
                 if turn >= len(_EAGER_S):
                     wait_s = max(1.0, reply.announce_again_ms / 1000)
             except AssayError as error:
@@ -179,11 +188,20 @@ class Swarm:
 
     def plan(self, keys: Sequence[str]) -> list[str]:
         """Say that these chunks are to be fetched; the order in which to do it, those that are our turn first."""
+        self._settle()
         self.shelf.expect(keys)
         self._call(lambda host: host.client.survey(keys), None)
         own = self.book.own_id
         ids = [*(peer.id for peer in self.book.ready()), own]
         return sorted(keys, key=lambda key: (turn(key, ids).index(own), weight(key, own)))
+
+    def _settle(self) -> None:
+        """Right after the start, give the first peers a moment to be connected: without them all turns are ours."""
+        until = self._born + _SETTLE_S
+        while not self._stopping.is_set() and (left := until - self._clock.monotonic()) > 0:
+            if self._met.is_set() and not self.book.undecided():
+                return
+            self._stopping.wait(min(left, 0.05))
 
     def fetch(self, key: str, size: int, *, whole_swarm: bool = False) -> bytes:
         """A chunk, verified, from peers; see :meth:`protocol.swarm.ask.Client.fetch`.

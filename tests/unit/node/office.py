@@ -16,6 +16,7 @@ from node.daemon import Daemon, Parts
 from node.engine import Finished, Request, WeightSource
 from node.home import Home, Pin
 from node.join import PROFILE
+from node.membership import Membership
 from node.weights import Weights
 from protocol.api import Ack, LeaseReply, RegisterReply, SubmitReply
 from protocol.clock import SystemClock
@@ -83,6 +84,7 @@ class FakeCoordinator:
         self.store = MemoryStore()
         self.store.put(layout.to_bytes())
         self.identity: Identity | None = NODE
+        self.base_url = "http://nowhere"
         self.manifests: list[Envelope] = []
         self.leases: deque[Envelope] = deque()
         self.lease_requests: list[LeaseRequest] = []
@@ -308,10 +310,12 @@ def make_daemon(path: Path, office: FakeCoordinator, *, slots: int = 4, **settin
         home.write_state(manifest.version, manifest.state_root, clock.now_ms())
 
     client: Any = office
-    weights = Weights(client, pool_of(office, path), office.run, office.layout, home.weights, on_version=note)
+    pool = pool_of(office, path)
+    membership = Membership(config, office.run, NODE, client, pool, clock)
+    weights = Weights(client, membership.chunks, office.run, office.layout, home.weights, on_version=note)
     weights.restore()
     engine = FakeEngine(weights, slots)
-    return Daemon(Parts(home, config, office.run, NODE, client, weights, engine, clock)), engine
+    return Daemon(Parts(home, config, office.run, NODE, client, weights, membership, engine, clock)), engine
 
 
 def unreachable() -> Transient:
