@@ -20,7 +20,7 @@ harness.pin_threads()
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
-from coordinator.draw import audit_rate_ppm, is_drawn  # noqa: E402
+from protocol.audit_draw import audit_rate_ppm, is_drawn  # noqa: E402
 from protocol.messages import AuditPolicy  # noqa: E402
 from protocol.statistics import MIN_SCORE, alarm_milli, state_chances, state_scores  # noqa: E402
 

@@ -86,9 +86,10 @@ class Audits:
         body = {
             "receipt_id": receipt.id, "sha256": envelope.digest, "verifier_id": verifier_id,
             "outcome": verdict.outcome, "code": verdict.code, "tiers": list(verdict.tiers),
+            "counted": receipt.state in (ReceiptState.PENDING, ReceiptState.CLAIMED),
         }
         event_log.append(session, now_ms, "verdict", body)
-        if receipt.state not in (ReceiptState.PENDING, ReceiptState.CLAIMED):
+        if not body["counted"]:
             return Ack(duplicate=True)
         if verdict.outcome == "pass":
             self._passed(session, receipt, verdict, now_ms)
@@ -136,7 +137,7 @@ class Audits:
             self._accept(session, receipt, verdict, node, now_ms)
         twin = self._replicas.twin(session, receipt) if verdict.diverges else None
         if twin is not None:
-            review(twin, now_ms)  # two nodes differ and this one is right
+            review(session, twin, "replica", now_ms)  # two nodes differ and this one is right
         self._weigh(session, receipt, verdict, node, now_ms)
 
     def _accept(self, session: Session, receipt: Receipt, verdict: Verdict, node: Node, now_ms: int) -> None:

@@ -169,7 +169,8 @@ class Coordinator:
     def evidence(self, receipt_id: str) -> bytes:
         """``GET /v1/evidence/{receipt_id}``."""
         with self.database.read() as session:
-            return evidence_file.encode(evidence.collect(session, self.run, self.store, receipt_id))
+            found = evidence.collect(session, self.run, self.store, self.keyring.identity, receipt_id)
+        return evidence_file.encode(found)
 
     # -- the operator ------------------------------------------------------------------------------------
 

@@ -9,9 +9,10 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import draw, event_log
+from coordinator import event_log
 from coordinator.models import Epoch, Receipt
 from coordinator.run import Run
+from protocol import audit_draw
 
 
 class Epochs:
@@ -29,7 +30,7 @@ class Epochs:
             last.ended_ms = now_ms
             event_log.append(session, now_ms, "epoch-revealed", {"epoch": last.id, "key": last.key.hex()})
         key = self._new_key()
-        epoch = Epoch(id=last.id + 1 if last else 0, key=key, key_sha256=draw.commit_to(key), began_ms=now_ms)
+        epoch = Epoch(id=last.id + 1 if last else 0, key=key, key_sha256=audit_draw.commit_to(key), began_ms=now_ms)
         session.add(epoch)
         session.flush()
         event_log.append(session, now_ms, "epoch-began", {"epoch": epoch.id, "key_sha256": epoch.key_sha256})

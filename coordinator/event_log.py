@@ -15,8 +15,10 @@ from sqlalchemy.orm import Session
 from coordinator.models import Event, LogNode
 from protocol import transparency
 from protocol.errors import E_NOT_FOUND, LocalFault
+from protocol.identity import Identity
 from protocol.log_entry import LogEntry
 from protocol.log_head import LogHead, origin_of
+from protocol.log_proof import LogProof, ProvenEntry
 
 #: Most entries one answer holds.
 MAX_ENTRIES: Final = 1000
@@ -59,6 +61,18 @@ def about(session: Session, receipt_id: str) -> list[LogEntry]:
     """The newest entries on a receipt, oldest first."""
     rows = select(Event.data).where(Event.receipt_id == receipt_id).order_by(Event.index.desc()).limit(MAX_ENTRIES)
     return [LogEntry.from_bytes(data) for data in session.scalars(rows)][::-1]
+
+
+def proof_about(session: Session, receipt_id: str, run_id: str, identity: Identity) -> LogProof:
+    """All that the log holds on a receipt, under the newest head."""
+    top = head(session, run_id)
+    return LogProof(
+        top.sign(identity),
+        tuple(
+            ProvenEntry(entry, tuple(inclusion_proof(session, entry.index, top.size)))
+            for entry in about(session, receipt_id)
+        ),
+    )
 
 
 def entry(session: Session, index: int) -> LogEntry:

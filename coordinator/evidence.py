@@ -5,16 +5,18 @@ from __future__ import annotations
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from coordinator import event_log
 from coordinator.models import Checkpoint, Group, Lease, Node, Receipt, Unit, Verdict
 from coordinator.run import Run
 from protocol.envelope import Envelope
 from protocol.errors import E_NOT_FOUND, LocalFault
 from protocol.evidence import Evidence
+from protocol.identity import Identity
 from protocol.store import Store
 
 
-def collect(session: Session, run: Run, store: Store, receipt_id: str) -> Evidence:
-    """The evidence of one receipt.
+def collect(session: Session, run: Run, store: Store, identity: Identity, receipt_id: str) -> Evidence:
+    """The evidence of one receipt; ``identity`` signs the head of the log.
 
     Raises:
         LocalFault: ``E_NOT_FOUND``, or the store's.
@@ -34,6 +36,7 @@ def collect(session: Session, run: Run, store: Store, receipt_id: str) -> Eviden
         verdicts=tuple(Envelope.from_bytes(data) for data in verdicts),
         checkpoints=_checkpoints(session, start, receipt.received_ms),
         bundle=store.get(receipt.object_sha256),
+        log=event_log.proof_about(session, receipt.id, run.id, identity),
     )
 
 

@@ -60,6 +60,7 @@ class Registry:
         elif node.profile != hello.profile:
             # A new profile is an unknown one: trust and evidence of the old one say nothing about it.
             node.audited_passes = node.evidence_milli = node.evidence_rollouts = 0
+            event_log.append(session, now_ms, "profile-changed", {"node_id": node_id, "profile": hello.profile})
         node.name, node.profile, node.protocol_version = hello.name, hello.profile, hello.protocol_version
         node.last_seen_ms = now_ms
         lift_lapsed_ban(node, now_ms)
@@ -110,7 +111,8 @@ class Registry:
         )
         session.add(node)
         session.flush()
-        event_log.append(session, now_ms, "node-registered", {"node_id": node_id, "public_key": hello.public_key})
+        body = {"node_id": node_id, "public_key": hello.public_key, "profile": hello.profile}
+        event_log.append(session, now_ms, "node-registered", body)
         return node
 
     def _check_date(self, issued_at_ms: int, now_ms: int) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from sqlalchemy import and_, exists, or_, select
 from sqlalchemy.orm import Session, aliased
 
-from coordinator import draw
 from coordinator.epochs import Epochs
 from coordinator.groups import LIVE
 from coordinator.models import Group, Lease, LeaseState, Node, Receipt, ReceiptState, Unit, UnitState
 from coordinator.run import Run
+from protocol import audit_draw
 
 _TAKEN = (UnitState.LEASED, UnitState.SUBMITTED, UnitState.VERIFIED)
 _COMPARABLE = (ReceiptState.PENDING, ReceiptState.CLAIMED, ReceiptState.PASS)
@@ -29,7 +29,7 @@ class Replicas:
         """Decide whether a unit that was just leased is made by a second node too."""
         if self._rate_ppm:
             key = self._epochs.current(session, now_ms).key
-            unit.replicate = draw.is_drawn(key, lease_sha256, self._rate_ppm)
+            unit.replicate = audit_draw.is_drawn(key, lease_sha256, self._rate_ppm)
 
     def wanted(self, session: Session, node: Node) -> list[Unit]:
         """At most one unit that this node may make as the second: another's, and nobody's replica yet."""

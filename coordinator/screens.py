@@ -61,11 +61,13 @@ class Screens:
         scrutiny.force(session, node, self._run.manifest.audit.forced, "screen", now_ms)
         named = select(Receipt).where(Receipt.node_id == node.id, Receipt.sha256.in_(screen.receipts))
         for receipt in session.scalars(named.order_by(Receipt.received_ms, Receipt.id)).all():
-            review(receipt, now_ms)
+            review(session, receipt, "screen", now_ms)
 
 
-def review(receipt: Receipt, now_ms: int) -> None:
+def review(session: Session, receipt: Receipt, why: str, now_ms: int) -> None:
     """Put a bundle that passed without a recomputation back into the queue, to be recomputed once."""
     if receipt.state == ReceiptState.PASS and not receipt.drawn and not receipt.review:
         receipt.state, receipt.review, receipt.available_ms = ReceiptState.PENDING, True, now_ms
         receipt.claims = receipt.inconclusive = 0
+        body = {"receipt_id": receipt.id, "node_id": receipt.node_id, "why": why}
+        event_log.append(session, now_ms, "review", body)

@@ -7,9 +7,10 @@ from typing import Final
 
 from sqlalchemy.orm import Session
 
-from coordinator import counters, draw, event_log
+from coordinator import counters, event_log
 from coordinator.models import Counter, Node, Receipt
 from coordinator.run import Run
+from protocol import audit_draw
 from protocol.messages import AuditPolicy
 
 #: Standard errors that a node's mean reward may be away from everybody's.
@@ -33,7 +34,7 @@ def next_rate_ppm(run: Run, node: Node, now_ms: int) -> int:
         return _MICRO
     if node.profile not in run.profile_names:
         return _MICRO
-    return draw.audit_rate_ppm(policy, node.audited_passes)
+    return audit_draw.audit_rate_ppm(policy, node.audited_passes)
 
 
 def force(session: Session, node: Node, bundles: int, why: str, now_ms: int) -> None:

@@ -7,11 +7,12 @@ import hashlib
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import counters, draw, event_log, scrutiny
+from coordinator import counters, event_log, scrutiny
 from coordinator.epochs import Epochs
 from coordinator.models import Lease, LeaseState, Node, Receipt, ReceiptState, Unit, UnitState
 from coordinator.registry import Registry
 from coordinator.run import Run
+from protocol import audit_draw
 from protocol.api import (
     E_COMMITMENT_MISMATCH,
     E_LEASE_CLOSED,
@@ -81,7 +82,7 @@ class Submissions:
                 shadow=lease.shadow, envelope=receipt.to_bytes(), commitment=envelope.to_bytes(),
                 commitment_sha256=envelope.digest, bundle_root=commitment.bundle_root,
                 object_sha256=commitment.object_sha256, rollouts=commitment.rollouts, tokens=commitment.tokens,
-                epoch=epoch.id, rate_ppm=rate_ppm, drawn=draw.is_drawn(epoch.key, receipt.digest, rate_ppm),
+                epoch=epoch.id, rate_ppm=rate_ppm, drawn=audit_draw.is_drawn(epoch.key, receipt.digest, rate_ppm),
                 received_ms=now_ms, state=ReceiptState.PENDING, available_ms=now_ms,
             )
         )

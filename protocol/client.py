@@ -193,8 +193,15 @@ class CoordinatorClient:
 
     def evidence(self, receipt_id: str) -> bytes:
         """The self-contained audit file of one receipt (docs/spec/evidence.md)."""
-        path = f"/v1/evidence/{receipt_id}"
-        return self._retry(f"GET {path}", lambda timeout_s: self._read("GET", path, timeout_s, MAX_OBJECT_BYTES))
+        return self.get_bytes(f"/v1/evidence/{receipt_id}", MAX_OBJECT_BYTES)
+
+    def get_bytes(self, path: str, max_bytes: int) -> bytes:
+        """The body of any answer (unchecked), never more than ``max_bytes`` of it."""
+        return self._retry(f"GET {path}", lambda timeout_s: self._read("GET", path, timeout_s, max_bytes))
+
+    def get_object(self, path: str, query: dict[str, int] | None = None) -> dict[str, Any]:
+        """Any answer that is a JSON object (unchecked)."""
+        return _as_dict(self._get(path, query))
 
     # -- nodes -------------------------------------------------------------------------------------------
 

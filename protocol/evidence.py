@@ -17,6 +17,7 @@ from typing import Any, Final
 from protocol import canonical
 from protocol.envelope import Envelope
 from protocol.errors import PeerFault, code
+from protocol.log_proof import LogProof
 
 E_EVIDENCE = code("E_EVIDENCE", "an evidence file is malformed")
 
@@ -30,6 +31,8 @@ MAX_CHECKPOINTS: Final = 16_384
 _KEYS: Final = frozenset(
     {"checkpoints", "commitment", "lease", "node_public_key", "receipt", "root_public_key", "run_manifest", "verdicts"}
 )
+#: Absent from a node's own copy, which was made before anything was in the log.
+_OPTIONAL: Final = frozenset({"log"})
 _PREFIX: Final = len(MAGIC) + 4
 
 
@@ -47,6 +50,7 @@ class Evidence:
     checkpoints: tuple[Envelope, ...]
     #: manifests of every version the rollouts used, down to the nearest anchor before them, oldest first
     bundle: bytes
+    log: LogProof | None = None  #: receipt, verdicts and all else on this submission, as entries of the run's log
 
     @property
     def sha256(self) -> str:
@@ -57,7 +61,7 @@ class Evidence:
 def encode(evidence: Evidence) -> bytes:
     """The bytes of an evidence file; the same evidence always gives the same bytes."""
     receipt = evidence.receipt
-    header = canonical.encode({
+    fields = {
         "root_public_key": evidence.root_public_key.hex(),
         "node_public_key": evidence.node_public_key.hex(),
         "run_manifest": evidence.run_manifest.to_dict(),
@@ -66,7 +70,8 @@ def encode(evidence: Evidence) -> bytes:
         "receipt": None if receipt is None else receipt.to_dict(),
         "verdicts": [envelope.to_dict() for envelope in evidence.verdicts],
         "checkpoints": [envelope.to_dict() for envelope in evidence.checkpoints],
-    })
+    }
+    header = canonical.encode(fields | ({} if evidence.log is None else {"log": evidence.log.to_dict()}))
     return MAGIC + len(header).to_bytes(4, "little") + header + evidence.bundle
 
 
@@ -74,7 +79,7 @@ def decode(data: bytes) -> Evidence:
     """Strictly parse an evidence file. No signature is checked here.
 
     Raises:
-        PeerFault: ``E_EVIDENCE``, ``E_TOO_LARGE``, ``E_JSON`` or ``E_ENVELOPE``.
+        PeerFault: ``E_EVIDENCE``, ``E_TOO_LARGE``, ``E_JSON``, ``E_ENVELOPE`` or ``E_LOG_ENTRY``.
     """
     if data[: len(MAGIC)] != MAGIC:
         raise _malformed(f"a file that begins with {MAGIC.decode()}", repr(data[: len(MAGIC)]))
@@ -85,7 +90,7 @@ def decode(data: bytes) -> Evidence:
     if not 0 < len(bundle) <= MAX_BUNDLE_BYTES:
         raise _malformed(f"a bundle of 1 to {MAX_BUNDLE_BYTES} bytes", f"{len(bundle)} bytes")
     header = canonical.decode(data[_PREFIX : _PREFIX + length], max_bytes=MAX_HEADER_BYTES)
-    if not isinstance(header, dict) or set(header) != _KEYS:
+    if not isinstance(header, dict) or set(header) - _OPTIONAL != _KEYS:
         keys = sorted(header) if isinstance(header, dict) else header
         raise _malformed(f"keys {', '.join(sorted(_KEYS))}", str(keys))
     receipt = header["receipt"]
@@ -99,6 +104,7 @@ def decode(data: bytes) -> Evidence:
         verdicts=_envelopes(header["verdicts"], "verdicts", MAX_VERDICTS),
         checkpoints=_envelopes(header["checkpoints"], "checkpoints", MAX_CHECKPOINTS),
         bundle=bundle,
+        log=LogProof.from_dict(header["log"]) if "log" in header else None,
     )
 
 

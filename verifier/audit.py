@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from protocol.errors import E_WRONG_KEY, AssayError, PeerFault
+from protocol.envelope import Envelope
+from protocol.errors import E_OBJECT_HASH, E_WRONG_KEY, AssayError, PeerFault
 from protocol.evidence import Evidence, decode
 from protocol.identity import key_id
-from protocol.messages import Finding, Lease, RunManifest, Verdict
+from protocol.messages import Commitment, Finding, Lease, RunManifest, Verdict
 from verifier.checkpoints import CheckpointBook
-from verifier.findings import Judgement
+from verifier.divergence import Residuals
+from verifier.findings import Judgement, Report
+from verifier.log_proofs import check_log
 from verifier.material import Material
 from verifier.model_files import fetch_model_files
 from verifier.model_shelf import ModelShelf
 from verifier.session import Recomputer, Session
-from verifier.submission import Submission
+from verifier.submission import Opened, Submission
 from verifier.tokens import Rewards
 
 
@@ -32,7 +37,11 @@ class Audit:
     lease: Lease
     verdicts: tuple[Verdict, ...]  #: of the run's verifiers, as found in the evidence
     verdicts_ignored: int  #: others in the evidence, which no verifier of the run signed
+    in_log: bool  #: the file shows receipt and verdicts in the run's log
     recomputed: bool  #: False when no checkpoint was given, so that T2 was left out
+    profile: str | None = None  #: engine profile that the commitment claims; None when it does not open
+    bundle: bytes = b""  #: encoded, as in the evidence
+    residuals: tuple[Residuals, ...] = ()  #: of T2, one per rollout; empty when it was not run to its end
 
     @property
     def first_failure(self) -> Finding | None:
@@ -61,9 +70,11 @@ def audit(evidence: Evidence, run: RunManifest, material: Material) -> Audit:
     """Run every check that the material allows. Without a checkpoint, T2 and what needs the model's files are left out.
 
     Raises:
-        PeerFault: the lease or a checkpoint manifest is not signed by its role: this is no evidence at all.
+        PeerFault: the lease or a checkpoint manifest is not signed by its role, or the bundle is not the one that the
+            commitment names (``E_OBJECT_HASH``): this is no evidence at all.
     """
     lease = Lease.open(evidence.lease, run.roles.coordinator, run_id=run.run_id)
+    _check_bundle(evidence)
     book = CheckpointBook(run, complete=False)
     book.add(evidence.checkpoints)
     recomputed = bool(material.models or material.stores)
@@ -77,10 +88,15 @@ def audit(evidence: Evidence, run: RunManifest, material: Material) -> Audit:
         if recomputed:
             rewards = _Rewards(run, material, model_dir)
         judgement = Session(run, book, rewards, shelf).judge([submission])[0]
-    verdicts = tuple(_verdicts(evidence, run))
+        residuals = shelf.residuals
+    signed = list(_verdicts(evidence, run))
+    verdicts = tuple(verdict for _, verdict in signed)
+    log = Report()
+    check_log(evidence, run, signed, log)
     return Audit(
-        judgement, run, evidence.root_public_key.hex(), key_id(evidence.node_public_key), lease, verdicts,
-        len(evidence.verdicts) - len(verdicts), recomputed,
+        log.before(judgement), run, evidence.root_public_key.hex(), key_id(evidence.node_public_key), lease, verdicts,
+        len(evidence.verdicts) - len(verdicts), evidence.log is not None and log.clean, recomputed,
+        _claimed_profile(evidence), evidence.bundle, residuals,
     )
 
 
@@ -102,16 +118,52 @@ class _Shelf:
     def __init__(self, run: RunManifest, book: CheckpointBook, material: Material, model_dir: Path):
         self._run, self._book, self._material, self._model_dir = run, book, material, model_dir
         self._shelf: ModelShelf | None = None
+        self.residuals: tuple[Residuals, ...] = ()  #: what T2 measured
 
     def __call__(self, tier: Literal["T2", "T3"]) -> Recomputer:
         if self._shelf is None:
             fetch_model_files(self._run.model, self._model_dir, self._material.fetch)
             states = self._material.states(self._run, self._book)
             self._shelf = ModelShelf(self._model_dir, self._material.layout(self._run), states)
-        return self._shelf(tier)
+        recomputer = self._shelf(tier)
+        return _Recording(recomputer, self) if tier == "T2" else recomputer
 
 
-def _verdicts(evidence: Evidence, run: RunManifest) -> list[Verdict]:
+@dataclass(frozen=True)
+class _Recording:
+    """A recomputer that leaves what it measured with the shelf, for the page of the audit."""
+
+    recomputer: Recomputer
+    shelf: _Shelf
+
+    def residuals(self, submissions: Sequence[Opened]) -> list[list[Residuals]]:
+        found = self.recomputer.residuals(submissions)
+        self.shelf.residuals = tuple(found[0])
+        return found
+
+
+def _claimed_profile(evidence: Evidence) -> str | None:
+    try:
+        return Commitment.from_payload(evidence.commitment.payload).profile
+    except PeerFault:
+        return None
+
+
+def _check_bundle(evidence: Evidence) -> None:
+    """Whoever made the file put another bundle in than the node committed to: nobody can be judged by it."""
+    try:
+        committed = Commitment.from_payload(evidence.commitment.payload).object_sha256
+    except PeerFault:
+        return  # what the node signed is no commitment: T0.1 says so
+    got = hashlib.sha256(evidence.bundle).hexdigest()
+    if got != committed:
+        raise PeerFault(
+            E_OBJECT_HASH, "the bundle in the file is not the one that was committed to", expected=committed, got=got,
+            hint="it was swapped or damaged after the commitment; get the file again from another source",
+        )
+
+
+def _verdicts(evidence: Evidence, run: RunManifest) -> list[tuple[Envelope, Verdict]]:
     """Verdicts in the evidence that a verifier of the run signed; others are dropped."""
     found = []
     for envelope in evidence.verdicts:
@@ -119,7 +171,7 @@ def _verdicts(evidence: Evidence, run: RunManifest) -> list[Verdict]:
             if key_id(bytes.fromhex(key)) not in envelope.signatures:
                 continue
             try:
-                found.append(Verdict.open(envelope, key, run_id=run.run_id))
+                found.append((envelope, Verdict.open(envelope, key, run_id=run.run_id)))
             except AssayError:
                 continue
     return found

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
 from protocol.errors import E_USAGE, AssayError, LocalFault, PeerFault
-
-if TYPE_CHECKING:
-    from verifier.audit import Audit
+from verifier.audit_group import AuditGroup
 
 #: Exit codes; 2 is also what a wrong call gives.
 EXIT: Final = {"pass": 0, "fail": 1, "usage": 2, "malformed": 3, "inconclusive": 4}
@@ -20,17 +18,32 @@ _HEX_KEY: Final = 64
 _EPILOG: Final = """\b
 Examples:
   assay audit int8.evidence --checkpoint demo/coordinator/store
-  assay audit mine.evidence --checkpoint v7 --checkpoint v8 --root HEX --json
+  assay audit mine.evidence --checkpoint v7 --checkpoint v8 --root HEX --html mine.html
+  assay audit log http://HOST:8700 --root HEX --remember run.head
+  assay audit explain E_HEAD_KL
 
 \b
 Exit codes: 0 pass, 1 fail, 2 bad usage, 3 malformed or not signed by the root key, 4 inconclusive.
 """
 
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=AuditGroup, help="Check by yourself what others did: a submission, the log, the audit draws.", epilog=_EPILOG,
+    rich_markup_mode=None, no_args_is_help=True, pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
+Root = Annotated[str | None, typer.Option(help="Root public key of the run that you trust, hex.")]
+Source = Annotated[str, typer.Argument(help="The coordinator's address, or a log file.")]
+Remember = Annotated[
+    Path | None,
+    typer.Option(
+        dir_okay=False, help="Remember the head in this file; the next audit checks that the log has only grown since."
+    ),
+]
 
 
-@app.command(epilog=_EPILOG)
-def audit(
+@app.command("file", epilog=_EPILOG)
+def file_command(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="An evidence file.")],
     checkpoint: Annotated[
         list[Path] | None,
@@ -41,36 +54,101 @@ def audit(
     data: Annotated[
         list[Path] | None, typer.Option(exists=True, dir_okay=False, help="A task's data file. May repeat.")
     ] = None,
-    root: Annotated[str | None, typer.Option(help="Root public key of the run that you trust, hex.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    root: Root = None,
+    html: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write one self-contained page with every token's residual.")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Check one evidence file by yourself, offline.
+    """Check one evidence file by yourself, offline (the word `file` may be left out).
 
-    Runs every check that the file and the checkpoints allow: signatures, structure, replay of every draw, reward,
+    Runs every check that the file and the checkpoints allow: signatures, log, structure, replay of every draw, reward,
     recomputation with the model. Without --checkpoint the model's part is left out.
     """
+    _exit("submission", as_json, lambda: _audit(file, checkpoint or [], data or [], root, html, as_json))
+
+
+@app.command("log", epilog="Example: assay audit log http://HOST:8700 --root HEX --remember run.head")
+def log_command(
+    source: Source,
+    root: Root = None,
+    remember: Remember = None,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="A head seen elsewhere, or an evidence file. May repeat."),
+    ] = None,
+    receipt: Annotated[list[str] | None, typer.Option(help="A receipt id that must be in it. May repeat.")] = None,
+    save: Annotated[Path | None, typer.Option(dir_okay=False, help="Download the log to this file.")] = None,
+    whole: Annotated[bool, typer.Option("--all", help="Read every entry instead of asking for proofs.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check that a run's log is signed and has only grown.
+
+    By proofs alone with a coordinator's address; a log file is read to its end.
+    """
+    from verifier import log_cli
+
+    _exit("log", as_json, lambda: log_cli.audit(
+        source, _root_key(root), remember, against or [], receipt or [], save, whole=whole, as_json=as_json
+    ))
+
+
+@app.command("run", epilog="Example: assay audit run http://HOST:8700 --root HEX --remember run.head")
+def run_command(source: Source, root: Root = None, remember: Remember = None, as_json: Json = False) -> None:
+    """Re-derive every audit draw of a run from its log.
+
+    Checks that each draw key was committed to and revealed, that every node was drawn at the rate of the rules, that
+    no drawn bundle was skipped, and that nobody was audited or banned on a false pretext.
+    """
+    from verifier import log_cli
+
+    _exit("run", as_json, lambda: log_cli.audit_run(source, _root_key(root), remember, as_json=as_json))
+
+
+@app.command("explain", epilog="Example: assay audit explain E_HEAD_KL")
+def explain_command(
+    what: Annotated[str, typer.Argument(help="An error code, or the JSON report of an audit.")], as_json: Json = False
+) -> None:
+    """What a code means, what usually lies behind it, and what to do."""
+    from verifier.explain import explain
+
+    def show() -> str:
+        print(explain(what, as_json=as_json))
+        return "pass"
+
+    _exit("explanation", as_json, show)
+
+
+def _exit(kind: str, as_json: bool, audit: Callable[[], str]) -> None:
+    """Run an audit and leave with the exit code of its outcome."""
     try:
-        outcome = _audit(file, checkpoint or [], data or [], root, as_json)
+        outcome = audit()
     except AssayError as error:
         outcome = "malformed" if isinstance(error, PeerFault) else "usage" if error.code == E_USAGE else "inconclusive"
-        _show_error(outcome, error, as_json)
+        _show_error(kind, outcome, error, as_json)
     raise typer.Exit(EXIT[outcome])
 
 
-def _audit(file: Path, checkpoints: list[Path], data: list[Path], root: str | None, as_json: bool) -> str:
+def _audit(
+    file: Path, checkpoints: list[Path], data: list[Path], root: str | None, html: Path | None, as_json: bool
+) -> str:
     from verifier.audit import audit as run_audit
     from verifier.audit import read_evidence
+    from verifier.audit_report import submission_json
+    from verifier.audit_table import print_audit
     from verifier.material import Material
 
     key = _root_key(root)
     material = Material.of(checkpoints, data)
     evidence, run = read_evidence(file.read_bytes(), key)
     result = run_audit(evidence, run, material)
-    if as_json:
-        _print_json(result, file, pinned=key is not None)
-    else:
-        from verifier.audit_table import print_audit
+    if html is not None:
+        from verifier.audit_page import write_page
 
+        write_page(html, result, file, checkpoints, data, material, pinned=key is not None)
+    if as_json:
+        print(submission_json(result, file, pinned=key is not None))
+    else:
         print_audit(result, file, checkpoints, data, pinned=key is not None)
     return result.judgement.outcome
 
@@ -87,30 +165,10 @@ def _root_key(root: str | None) -> bytes | None:
     return key
 
 
-def _print_json(result: Audit, file: Path, *, pinned: bool) -> None:
-    from verifier.causes import likely_causes
-
-    judgement, first = result.judgement, result.first_failure
-    print(json.dumps({
-        "file": str(file), "outcome": judgement.outcome, "code": judgement.code, "tiers": list(judgement.tiers),
-        "recomputed": result.recomputed, "run_id": result.run.run_id, "root": result.root, "root_pinned": pinned,
-        "node_id": result.node_id, "lease_id": result.lease.lease_id, "group": result.lease.group,
-        "start_version": result.lease.start_version, "samples": list(judgement.samples),
-        "rewards_micro": list(judgement.rewards_micro), "tokens": judgement.tokens,
-        "first_failure": None if first is None else first.model_dump(mode="json"),
-        "likely_causes": list(likely_causes(judgement.code)),
-        "findings": [finding.model_dump(mode="json") for finding in judgement.findings],
-        "verdicts": [verdict.model_dump(mode="json") for verdict in result.verdicts],
-        "verdicts_ignored": result.verdicts_ignored,
-    }, indent=2))
-
-
-def _show_error(outcome: str, error: AssayError, as_json: bool) -> None:
+def _show_error(kind: str, outcome: str, error: AssayError, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({
-            "outcome": outcome, "code": error.code, "message": error.message,
-            "expected": None if error.expected is None else str(error.expected),
-            "got": None if error.got is None else str(error.got), "hint": error.hint,
-        }, indent=2))
+        from verifier.audit_report import error_json
+
+        print(error_json(kind, outcome, error))
     else:
         print(f"{outcome}: {error}", file=sys.stderr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from protocol.messages import Finding
 from verifier.audit import Audit
 from verifier.causes import likely_causes
 
@@ -29,25 +30,28 @@ def print_audit(result: Audit, file: Path, checkpoints: list[Path], data: list[P
         f"lease    {lease.lease_id}: {escape(lease.environment)}, group {lease.group}, samples {lease.samples}, "
         f"version {lease.start_version}"
     )
-    console.print(_table(result))
+    console.print(findings_table(result.judgement.findings))
     for verdict in result.verdicts:
         say(f"verdict in the file: {verdict.outcome} {verdict.code or ''} by {verdict.verifier_id[:16]}")
     if result.verdicts_ignored:
         say(f"{result.verdicts_ignored} verdict(s) in the file ignored: not signed by a verifier of the run")
+    if not result.in_log:
+        say("The file does not show that receipt and verdicts are in the run's log.")
     if not result.recomputed:
         say("The model was not asked (T2) and the reward not recomputed: give --checkpoint for that.")
     style = _STYLE[judgement.outcome]
     reached = f"after {', '.join(judgement.tiers)}" if judgement.tiers else "before any tier was complete"
     say(f"[{style}]{judgement.outcome.upper()}[/] {judgement.code or ''} {reached}")
     _print_failure(say, result)
-    say(f"again: {escape(_command(result, file, checkpoints, data))}")
+    say(f"again: {escape(command(result, file, checkpoints, data))}")
 
 
-def _table(result: Audit) -> Table:
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """One row per check."""
     table = Table(box=None, pad_edge=False)
     for column in ("", "check", "expected", "got"):
         table.add_column(column, overflow="fold")
-    for finding in result.judgement.findings:
+    for finding in findings:
         mark = "[green]ok[/]" if finding.ok else "[red]FAIL[/]"
         table.add_row(mark, finding.check, escape(finding.expected), escape(finding.got))
     return table
@@ -66,7 +70,8 @@ def _print_failure(say: Callable[[str], None], result: Audit) -> None:
             say(f"  - {escape(cause)}")
 
 
-def _command(result: Audit, file: Path, checkpoints: list[Path], data: list[Path]) -> str:
+def command(result: Audit, file: Path, checkpoints: list[Path], data: list[Path]) -> str:
+    """What to type to do an audit again."""
     words = ["assay", "audit", str(file), "--root", result.root]
     for path in checkpoints:
         words += ["--checkpoint", str(path)]

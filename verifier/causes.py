@@ -17,6 +17,8 @@ _OTHER_TOKEN: Final = (
     "the engine's sampler is not the run's seeded sampler, or positions are counted from another start",
 )
 
+_REWRITTEN: Final = "the coordinator rewrote history, or shows different histories to different people"
+
 #: Code -> likely causes, likeliest first.
 CAUSES: Final[dict[str, tuple[str, ...]]] = {
     "E_REPLAY": _OTHER_TOKEN,
@@ -38,7 +40,54 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     "E_STATE_ROOT": ("a folder or store holds damaged or other weights",),
     "E_NOT_FOUND": ("a file of the run (configuration, tokenizer, task data) is in none of the given folders",),
     "E_DISAGREE": ("numerical noise at the threshold, or a fault of this machine",),
+    "E_OBJECT_HASH": (
+        "the bundle was swapped in the store or in the file after the node had committed to another one",
+        "the file was damaged on its way",
+    ),
+    "E_WRONG_KEY": ("the file is of another run than the one whose root key you gave",),
+    "E_LEASE_INCOHERENT": ("the coordinator signed a lease or a receipt that contradicts what was published",),
+    "E_LOG_SILENT": ("the coordinator acted without writing it down, or shows an older log",),
+    "E_LOG_INCLUSION": ("the proof was damaged, or is for another head",),
+    "E_LOG_ROLLBACK": ("the coordinator's database was restored from an older backup", _REWRITTEN),
+    "E_LOG_FORK": (_REWRITTEN, "two coordinators of one run keep logs of their own"),
+    "E_LOG_CONSISTENCY": (_REWRITTEN, "the proof was damaged on its way"),
+    "E_LOG_ROOT": ("the download is incomplete or was changed", _REWRITTEN),
+    "E_DRAW_KEY": ("the coordinator chose its draw key after it had seen the receipts",),
+    "E_DRAW_LATE": ("a receipt was drawn with a key that somebody may have known",),
+    "E_DRAW_RATE": ("the coordinator spares a node, or presses it harder than the rules say",),
+    "E_DRAW_SKIPPED": ("the coordinator or a verifier let a bundle pass that should have been recomputed",),
+    "E_DRAW_PRETEXT": ("a node was singled out for a recomputation that nothing in the log explains",),
+    "E_BAN_UNFOUNDED": ("a node was banned without a verdict against it",),
 }
+
+_TRY_AGAIN: Final = (
+    "Do it on another machine with the command that the audit printed. If it fails there as well, keep the evidence "
+    "file and the report: together with the run's root key they convince anybody."
+)
+_COORDINATOR: Final = (
+    "Keep both signed heads (and the file you downloaded): they prove it to anybody. Ask the operator in public, and "
+    "compare heads with other auditors (assay audit log --against)."
+)
+#: Code -> what to do.
+ADVICE: Final[dict[str, str]] = {
+    "E_VERSION_MISSING": "Give a folder or store with that version by --checkpoint; it may be repeated.",
+    "E_STATE_ROOT": "Fetch the weights again, or give another folder by --checkpoint.",
+    "E_NOT_FOUND": "Give the run's object store by --checkpoint, or the single file by --data.",
+    "E_DISAGREE": _TRY_AGAIN,
+    "E_OBJECT_HASH": "Get the evidence again, from another source. As it is, it says nothing about the node.",
+    "E_WRONG_KEY": "Check that --root is the root key of this run: it stands in the run's join link.",
+    "E_EVIDENCE": "Get the evidence file again: /v1/evidence/RECEIPT of the coordinator.",
+    "E_LEASE_INCOHERENT": "Ask the operator: leases and receipts are signed by the coordinator, not by the node.",
+    "E_USAGE": "See assay audit --help.",
+}
+
+
+def advice(code: str) -> str:
+    """What to do about a code."""
+    if code.startswith(("E_LOG_", "E_DRAW_", "E_BAN_")):
+        return ADVICE.get(code, _COORDINATOR)
+    return ADVICE.get(code, _TRY_AGAIN if code in CAUSES else "See the message: it says what was expected and got.")
+
 
 
 def likely_causes(code: str | None) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeVar
 
 from protocol.errors import AssayError, PeerFault
@@ -97,6 +97,13 @@ class Report:
         self.findings += other.findings
         self.blamed = self.blamed or other.blamed
         self.excused = self.excused or other.excused
+
+    def before(self, judgement: Judgement) -> Judgement:
+        """A judgement with these findings before its own; a failure among them makes it inconclusive."""
+        findings = (*self.findings, *judgement.findings)
+        if self.clean:
+            return replace(judgement, findings=findings)
+        return replace(judgement, findings=findings, outcome="inconclusive", code=self.excused or self.blamed)
 
     @property
     def clean(self) -> bool:

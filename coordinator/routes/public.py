@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Query
 from fastapi.responses import PlainTextResponse, Response
 from sqlalchemy import select
 
-from coordinator import checkpoints, epochs, metrics, registry
+from coordinator import checkpoints, epochs, event_log, metrics, registry
 from coordinator.evidence import require_receipt
 from coordinator.groups import head_version
 from coordinator.models import Epoch, Group, Lease, Node, Receipt, Unit, Verdict
@@ -115,6 +115,7 @@ def receipt(desk: Desk, receipt_id: str) -> dict[str, Any]:
             "verdicts": [Envelope.from_bytes(data).to_dict() for data in verdicts],
             "rate_ppm": row.rate_ppm,
             "drawn": row.drawn if epoch.ended_ms is not None else None,
+            "log": event_log.proof_about(session, row.id, desk.run.id, desk.keyring.identity).to_dict(),
         }
 
 

@@ -4,8 +4,8 @@ import hashlib
 
 import pytest
 
-from coordinator.draw import audit_rate_ppm, commit_to, is_drawn
 from coordinator.epochs import Epochs
+from protocol.audit_draw import audit_rate_ppm, commit_to, is_drawn
 from protocol.messages import AuditPolicy
 from tests.unit.coordinator.conftest import MakeWorld
 

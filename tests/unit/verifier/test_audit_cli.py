@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from protocol.evidence import encode
+from protocol import bundle as bundles
+from protocol.evidence import decode, encode
+from protocol.log_entry import LogEntry
+from protocol.log_head import LogHead, origin_of
+from protocol.log_proof import LogProof, ProvenEntry
+from protocol.messages import Receipt, Verdict
+from protocol.transparency import inclusion_proof, root
 from tests.adversary.attacks import ATTACKS
-from tests.adversary.world import ROOT, VERIFIER, World, identity
+from tests.adversary.world import COORDINATOR, ROOT, VERIFIER, World, identity
+from tests.fakes.log_tree import Tree
 from verifier.audit_cli import app
+from verifier.causes import ADVICE, CAUSES
+from verifier.explain import meanings
 
 RUNNER = CliRunner()
 BY_NAME = {attack.name: attack.cheat for attack in ATTACKS}
@@ -168,3 +178,161 @@ def test_verdicts_of_the_runs_verifiers_are_shown(world, write, honest):
 
 def test_a_receipt_is_not_required(write, honest):
     assert _json(write(honest, receipt=None))[0] == 0
+
+
+# -- the log in the evidence -------------------------------------------------------------------------------
+
+
+def verdict_on(world, submission, **changes):
+    fields = {
+        "run_id": world.run.run_id, "verifier_id": VERIFIER.id, "node_id": world.lease().node_id,
+        "lease_id": world.lease().lease_id, "receipt_sha256": submission.receipt.digest, "outcome": "pass",
+        "code": None, "tiers": ["T0", "T1"], "findings": [], "samples": [], "rewards_micro": [], "tokens": 0,
+        "issued_at_ms": 0,
+    }
+    return Verdict(**(fields | changes)).sign(VERIFIER)
+
+
+def logged(world, submission, envelope, signer=COORDINATOR, **bodies):
+    """The log's part of an evidence file: a head over receipt, verdict and something else, with their proofs."""
+    receipt = Receipt.from_payload(submission.receipt.payload)
+    said = Verdict.from_payload(envelope.payload)
+    about = {
+        "invited": {},
+        "submitted": {
+            "receipt_id": receipt.receipt_id, "sha256": submission.receipt.digest, "node_id": receipt.node_id,
+            "epoch": receipt.epoch, "rate_ppm": 1_000_000,
+        },
+        "verdict": {
+            "receipt_id": receipt.receipt_id, "sha256": envelope.digest, "verifier_id": said.verifier_id,
+            "outcome": said.outcome, "code": said.code, "tiers": list(said.tiers), "counted": True,
+        },
+    }
+    for kind, changes in bodies.items():
+        about[kind] = about[kind] | changes
+    entries = [LogEntry(index, 0, kind, body) for index, (kind, body) in enumerate(about.items())]
+    tree = Tree(entry.leaf for entry in entries)
+    head = LogHead(origin_of(world.run.run_id), len(entries), root(tree, len(entries)))
+    proven = [ProvenEntry(entry, tuple(inclusion_proof(tree, entry.index, len(entries)))) for entry in entries[1:]]
+    return LogProof(head.sign(signer), tuple(proven))
+
+
+def test_receipt_and_verdict_are_shown_in_the_log(world, write, honest):
+    verdict = verdict_on(world, honest)
+    code, found = _json(write(honest, verdicts=(verdict,), log=logged(world, honest, verdict)))
+    assert (code, found["outcome"], found["in_log"]) == (0, "pass", True)
+    assert [f["check"][:3] for f in found["findings"]][:3] == ["L.1", "L.2", "L.3"]
+    assert _json(write(honest))[1]["in_log"] is False
+    result = RUNNER.invoke(app, [write(honest)])
+    assert "does not show" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"submitted": {"sha256": "0" * 64}}, "E_LOG_SILENT"),
+        ({"submitted": {"node_id": "0" * 64}}, "E_LOG_SILENT"),
+        ({"verdict": {"sha256": "0" * 64}}, "E_LOG_SILENT"),
+        ({"verdict": {"outcome": "fail", "code": "E_REPLAY"}}, "E_LOG_SILENT"),
+        ({"verdict": {"tiers": ["T0", "T1", "T2"]}}, "E_LOG_SILENT"),
+        ({"signer": VERIFIER}, "E_SIGNATURE"),
+    ],
+)
+def test_a_log_that_says_something_else_is_never_held_against_the_node(world, write, honest, changes, code):
+    verdict = verdict_on(world, honest)
+    status, found = _json(write(honest, verdicts=(verdict,), log=logged(world, honest, verdict, **changes)))
+    assert (status, found["outcome"], found["code"], found["in_log"]) == (4, "inconclusive", code, False)
+
+
+def test_entries_that_are_not_under_the_head(world, write, honest):
+    verdict = verdict_on(world, honest)
+    proof = logged(world, honest, verdict)
+    bent = replace(proof, entries=(replace(proof.entries[0], proof=proof.entries[1].proof), *proof.entries[1:]))
+    status, found = _json(write(honest, verdicts=(verdict,), log=bent))
+    assert (status, found["code"]) == (4, "E_LOG_INCLUSION")
+
+
+def test_a_swapped_bundle_is_no_evidence(world, tmp_path, honest):
+    other = BY_NAME["one token edited"](world, world.lease())
+    path = tmp_path / "swapped.evidence"
+    path.write_bytes(encode(replace(world.evidence(honest), bundle=other.bundle)))
+    code, found = _json(str(path), "--checkpoint", str(world.store.path))
+    assert (code, found["outcome"], found["code"]) == (3, "malformed", "E_OBJECT_HASH")
+    assert (found["schema"], found["schema_version"], found["kind"]) == ("assay.audit", 1, "submission")
+
+
+# -- the page ----------------------------------------------------------------------------------------------
+
+
+def test_the_page_stands_alone_and_shows_every_token(world, write, tmp_path):
+    path, page = write(BY_NAME["int8 weights"](world, world.lease())), tmp_path / "audit.html"
+    arguments = [path, "--checkpoint", str(world.store.path), "--root", ROOT.public_key.hex(), "--html", str(page)]
+    assert RUNNER.invoke(app, arguments).exit_code == 1
+    text = page.read_text(encoding="utf-8")
+    for word in ("http:", "https:", "<script", "@import", "url(", "<link", "src="):
+        assert word not in text, word
+    assert "default-src 'none'" in text
+    assert "prefers-color-scheme: dark" in text
+    assert text.count("<svg") == 4
+    bundle = bundles.decode(decode(Path(path).read_bytes()).bundle, world.run.sampling)
+    tokens = sum(len(rollout) for rollout in bundle.rollouts)
+    assert text.count("<circle") == tokens
+    assert text.count(' title="position ') == tokens
+    assert 'class="bad"' in text
+    assert "limit of one token" in text
+    assert "quantised" in text
+    assert f"--root {ROOT.public_key.hex()}" in text
+    assert len(text) < 400_000
+
+
+def test_the_page_without_a_model_and_of_a_cheat_that_needs_none(world, write, tmp_path):
+    page = tmp_path / "audit.html"
+    path = write(BY_NAME["one token edited"](world, world.lease()))
+    assert RUNNER.invoke(app, [path, "--html", str(page)]).exit_code == 1
+    text = page.read_text(encoding="utf-8")
+    assert "<svg" not in text
+    assert "E_REPLAY" in text
+    assert "no checkpoint was given" in text
+
+
+# -- explanations ------------------------------------------------------------------------------------------
+
+
+def test_a_code_is_explained():
+    result = RUNNER.invoke(app, ["explain", "e_head_kl"])
+    assert result.exit_code == 0
+    for words in ("E_HEAD_KL:", "likely causes", "quantised", "what to do:"):
+        assert words in result.stdout
+    found = json.loads(RUNNER.invoke(app, ["explain", "E_LEASE_EXPIRED", "--json"]).stdout)
+    assert "deadline" in found["meaning"]
+    assert set(found) == {"code", "meaning", "likely_causes", "what_to_do"}
+
+
+def test_every_code_that_is_given_a_cause_exists():
+    assert set(CAUSES) | set(ADVICE) <= set(meanings())
+
+
+def test_a_report_is_explained(world, write, tmp_path):
+    report = tmp_path / "report.json"
+    report.write_text(RUNNER.invoke(app, [write(BY_NAME["one token edited"](world, world.lease())), "--json"]).stdout)
+    result = RUNNER.invoke(app, ["explain", str(report)])
+    assert result.exit_code == 0
+    for words in ("FAIL E_REPLAY", "checks do not hold", "T1.1", "position", "what to do:"):
+        assert words in result.stdout
+    found = json.loads(RUNNER.invoke(app, ["explain", str(report), "--json"]).stdout)
+    assert found["report"]["failed"][0]["code"] == found["explanation"]["code"] == "E_REPLAY"
+
+
+def test_what_cannot_be_explained(tmp_path):
+    assert RUNNER.invoke(app, ["explain", "E_NO_SUCH_CODE"]).exit_code == 4
+    assert RUNNER.invoke(app, ["explain", "nonsense"]).exit_code == 2
+    for text in ("{", "[]", '{"schema": "assay.audit", "findings": [1], "code": null}', "\xff"):
+        path = tmp_path / "report.json"
+        path.write_bytes(text.encode("latin-1"))
+        assert RUNNER.invoke(app, ["explain", str(path)]).exit_code == 2
+
+
+def test_help_names_options_and_verbs():
+    text = RUNNER.invoke(app, ["--help"]).stdout
+    for words in ("--checkpoint", "--html", "log", "run", "explain", "Exit codes"):
+        assert words in text
