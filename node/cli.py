@@ -165,6 +165,34 @@ def peers(
     _exit(act)
 
 
+@app.command("explain", epilog="Example: assay node explain 0123456789abcdef0123456789abcdef --home ~/.assay")
+def explain_command(
+    rollout: Annotated[
+        str | None, typer.Argument(help="A receipt or lease id; without one, the newest that did not pass.")
+    ] = None,
+    home: HomeOption = DEFAULT_HOME,
+    as_json: Annotated[bool, typer.Option("--json", help="The explanation as JSON.")] = False,
+) -> None:
+    """What became of handed-in work: signed receipt and verdict, expected and got, likely causes.
+
+    Exit status 0 when it passed or is still being checked, 1 when it failed or was set aside.
+    """
+
+    def act() -> int:
+        from node.explanation import explain as explain_rollout
+        from node.home import Home
+        from protocol.client import CoordinatorClient
+
+        place = Home(home.expanduser())
+        pin = place.pin()
+        with CoordinatorClient(pin.coordinator, place.identity(), run_id=pin.run_id) as client:
+            found = explain_rollout(place, client, rollout)
+        print(json.dumps(found.to_dict()) if as_json else "\n".join(found.lines()))
+        return 0 if found.state in ("pending", "claimed", "pass") else 1
+
+    _exit(act)
+
+
 @app.command(epilog="Example: assay node selftest --home ~/.assay --rollouts 8")
 def selftest(
     home: HomeOption = DEFAULT_HOME,

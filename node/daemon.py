@@ -61,7 +61,7 @@ class Daemon:
         spool.sweep()
         self._outbox = Outbox(spool)
         self._sealer = Sealer(self.health, self._outbox, run, parts.identity, parts.engine.profile, clock)
-        receipts = Receipts(parts.home.path / "receipts.jsonl")
+        receipts = Receipts(parts.home.receipts)
         self._uploaders = [
             Uploader(self.health, client, self._outbox, receipts, run, clock) for _ in range(SIDE_BY_SIDE)
         ]

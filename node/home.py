@@ -41,6 +41,7 @@ class Home:
         self.chunks = path / "chunks"
         self.spool = path / "spool"
         self.log = path / "node.log"
+        self.receipts = path / "receipts.jsonl"
         self._pin, self._manifest = path / "node.json", path / "manifest.json"
         self._state, self._status, self._paused = path / "state.json", path / "status.json", path / "paused"
         self._peers = path / "peers.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -106,6 +107,21 @@ class Receipts:
                 file.write(json.dumps({"lease_id": lease_id, "receipt_id": receipt_id, "receipt": receipt}) + "\n")
         except OSError as error:
             raise LocalFault(E_SPOOL, f"cannot keep a receipt in {self._path}", got=str(error)) from None
+
+    def find(self, what: str) -> tuple[str, dict[str, object]] | None:
+        """(receipt id, receipt) of a receipt or lease id; None when none was kept. Lines cut short are passed over."""
+        try:
+            lines = self._path.read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return None
+        for line in lines:
+            if what not in line:
+                continue
+            with contextlib.suppress(ValueError, KeyError):
+                kept = json.loads(line)
+                if what in (kept["receipt_id"], kept["lease_id"]):
+                    return str(kept["receipt_id"]), dict(kept["receipt"])
+        return None
 
 
 def _write(path: Path, data: bytes) -> None:

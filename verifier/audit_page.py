@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol import bundle as bundles
+from protocol.causes import likely_causes
 from protocol.errors import AssayError
 from protocol.head import behaviour_logprobs
 from protocol.messages import Profile
@@ -21,7 +22,6 @@ from protocol.rollout import NO_CODE, Rollout
 from protocol.tokenizer import Tokenizer
 from verifier.audit import Audit
 from verifier.audit_table import command
-from verifier.causes import likely_causes
 from verifier.divergence import Residuals
 from verifier.material import Material
 from verifier.model_files import fetch_model_files

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from protocol.causes import likely_causes
 from protocol.errors import AssayError
 from verifier.audit import Audit
-from verifier.causes import likely_causes
 from verifier.log_audit import LogAudit
 
 #: Grows when a key is taken away or changes its meaning; new keys may come at any time.

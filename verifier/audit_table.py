@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from protocol.causes import likely_causes
 from protocol.messages import Finding
 from verifier.audit import Audit
-from verifier.causes import likely_causes
 
 _STYLE = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from protocol.causes import advice, likely_causes
 from protocol.errors import E_NOT_FOUND, E_USAGE, LocalFault
-from verifier.causes import advice, likely_causes
 
 #: Parts of the system whose codes are known; their sources lie beside this package and are read, not imported.
 _PARTS: Final = ("protocol", "verifier", "coordinator", "node", "learner")

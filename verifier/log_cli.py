@@ -12,13 +12,13 @@ from rich.console import Console
 
 from protocol import evidence as evidence_file
 from protocol import log_file
+from protocol.causes import likely_causes
 from protocol.client import CoordinatorClient
 from protocol.errors import E_USAGE, E_WRONG_KEY, LocalFault, PeerFault
 from protocol.messages import RunManifest
 from protocol.signed_note import MAX_NOTE_BYTES
 from verifier.audit_report import log_json
 from verifier.audit_table import findings_table
-from verifier.causes import likely_causes
 from verifier.draw_audit import DrawAudit, audit_draws
 from verifier.log_audit import KnownHead, LogAudit, LogReader, audit_log, check_receipt
 from verifier.log_source import FileLog, LiveLog, LogSource

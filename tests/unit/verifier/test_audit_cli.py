@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from protocol import bundle as bundles
+from protocol.causes import ADVICE, CAUSES
 from protocol.evidence import decode, encode
 from protocol.log_entry import LogEntry
 from protocol.log_head import LogHead, origin_of
@@ -21,7 +22,6 @@ from tests.adversary.attacks import ATTACKS
 from tests.adversary.world import COORDINATOR, ROOT, VERIFIER, World, identity
 from tests.fakes.log_tree import Tree
 from verifier.audit_cli import app
-from verifier.causes import ADVICE, CAUSES
 from verifier.explain import meanings
 
 RUNNER = CliRunner()

@@ -1,4 +1,4 @@
-"""What usually lies behind a code: hints for the human who reads a failed audit."""
+"""What usually lies behind a code and what to do about it: for the human who reads an audit, or runs a node."""
 
 from __future__ import annotations
 

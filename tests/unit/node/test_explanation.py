@@ -1,0 +1,115 @@
+"""``assay node explain``: signed receipt, verdict and log of one's own work, and a coordinator that shows others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.explanation import Explanation, explain
+from node.home import Home, Pin
+from node.spool import Receipts
+from protocol.api import SubmitReply
+from protocol.errors import LocalFault, PeerFault
+from protocol.messages import Receipt
+from tests.fakes.clock import FakeClock
+from tests.fakes.coordinator import RUN_ID, FakeNode, World
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path / "run", FakeClock())
+    made.publish()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def node(world: World) -> FakeNode:
+    return world.node().join()
+
+
+@pytest.fixture
+def home(world: World, node: FakeNode, tmp_path: Path) -> Home:
+    home = Home(tmp_path / "home")
+    node.key.save(home.key)
+    pin = Pin(coordinator="http://nowhere", root=world.keys["root"].public_key.hex(), run_id=RUN_ID, name="me")
+    home.remember(pin, world.coordinator.run.envelope)
+    return home
+
+
+def keep(home: Home, reply: SubmitReply) -> Receipt:
+    receipt = Receipt.from_payload(reply.receipt.payload)
+    Receipts(home.receipts).add(receipt.lease_id, receipt.receipt_id, reply.receipt.to_dict())
+    return receipt
+
+
+def lines(found: Explanation) -> str:
+    return "\n".join(found.lines())
+
+
+def test_a_failure_is_explained_with_what_was_signed(world: World, node: FakeNode, home: Home) -> None:
+    receipt = keep(home, node.work(1)[0])
+    world.verifier.judge("fail", "E_REPLAY")
+    for what in (receipt.receipt_id, receipt.lease_id, None):
+        found = explain(home, node.client, what)
+        assert (found.receipt_id, found.state, found.code) == (receipt.receipt_id, "fail", "E_REPLAY")
+        assert found.receipt_kept
+        assert found.in_log, found.log_fault
+    text = lines(found)
+    evidence = f"/v1/evidence/{receipt.receipt_id}"
+    for words in ("fail E_REPLAY", "expected  a", "got       b", "edited after the draw", evidence):
+        assert words in text
+    assert found.to_dict()["verdicts"][0]["code"] == "E_REPLAY"
+    assert found.to_dict()["likely_causes"]
+
+
+def test_work_that_passed_or_waits(world: World, node: FakeNode, home: Home) -> None:
+    receipt = keep(home, node.work(1)[0])
+    assert explain(home, node.client, receipt.receipt_id).state == "pending"
+    with pytest.raises(LocalFault, match="E_NOT_FOUND"):
+        explain(home, node.client, None)
+    world.verifier.pass_all()
+    found = explain(home, node.client, receipt.lease_id)
+    assert (found.state, found.code, found.failures) == ("pass", None, [])
+    assert "NOT" not in lines(found)
+    with pytest.raises(LocalFault, match="E_NOT_FOUND"):
+        explain(home, node.client, "0" * 32)
+
+
+def test_a_receipt_that_was_not_kept_is_said(world: World, node: FakeNode, home: Home) -> None:
+    receipt = Receipt.from_payload(node.work(1)[0].receipt.payload)
+    home.receipts.write_text(f'{{"receipt_id": "{receipt.receipt_id}"')  # a line cut short
+    found = explain(home, node.client, receipt.receipt_id)
+    assert not found.receipt_kept
+    assert "not in receipts.jsonl" in lines(found)
+
+
+def test_a_coordinator_that_shows_something_else(
+    world: World, node: FakeNode, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = node.work(2)
+    receipt = keep(home, first)
+    world.verifier.judge("fail", "E_REPLAY")
+    true = node.client.get_object(f"/v1/receipts/{receipt.receipt_id}")
+
+    def shows(**changes: Any) -> None:
+        monkeypatch.setattr(node.client, "get_object", lambda path: true | changes)
+
+    shows(receipt=second.receipt.to_dict())
+    with pytest.raises(PeerFault, match="E_RECEIPT"):
+        explain(home, node.client, receipt.receipt_id)
+    shows(receipt=receipt.sign(world.keys["learner"]).to_dict())
+    with pytest.raises(PeerFault, match="E_SIGNATURE"):
+        explain(home, node.client, receipt.receipt_id)
+    shows(log={"head": true["log"]["head"], "entries": true["log"]["entries"][:1]})
+    found = explain(home, node.client, receipt.receipt_id)
+    assert not found.in_log
+    assert "no entry of" in (found.log_fault or "")
+    shows(log=None)
+    assert "E_LOG_ENTRY" in (explain(home, node.client, receipt.receipt_id).log_fault or "")
+    forged = [dict(true["verdicts"][0], signatures=[{"keyid": "0" * 64, "sig": "AAAA"}])]
+    shows(verdicts=forged)
+    assert explain(home, node.client, receipt.receipt_id).verdicts == ()
