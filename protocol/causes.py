@@ -47,6 +47,10 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     "E_WRONG_KEY": ("the file is of another run than the one whose root key you gave",),
     "E_LEASE_INCOHERENT": ("the coordinator signed a lease or a receipt that contradicts what was published",),
     "E_LOG_SILENT": ("the coordinator acted without writing it down, or shows an older log",),
+    "E_LOG_STALE": (
+        "the coordinator shows you an older log than it shows to others", "the coordinator was down for long",
+        "your clock is wrong",
+    ),
     "E_LOG_INCLUSION": ("the proof was damaged, or is for another head",),
     "E_LOG_ROLLBACK": ("the coordinator's database was restored from an older backup", _REWRITTEN),
     "E_LOG_FORK": (_REWRITTEN, "two coordinators of one run keep logs of their own"),

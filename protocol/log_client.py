@@ -5,7 +5,7 @@ from __future__ import annotations
 from protocol.client import CoordinatorClient
 from protocol.errors import E_SCHEMA, PeerFault
 from protocol.log_entry import LogEntry
-from protocol.log_proof import LogProof, nodes_of
+from protocol.log_proof import LogProof, ProvenEntry, nodes_of
 from protocol.signed_note import MAX_NOTE_BYTES, malformed
 
 
@@ -33,6 +33,11 @@ class LogClient:
     def consistency(self, old: int, new: int) -> tuple[bytes, ...]:
         """Proof that the log of ``new`` entries begins with that of ``old``."""
         return nodes_of(self._client.get_object("/v1/log/consistency", {"from": old, "to": new}).get("proof"))
+
+    def inclusion(self, index: int, size: int) -> ProvenEntry:
+        """One entry, with the proof that it is among the first ``size``."""
+        found = self._client.get_object("/v1/log/inclusion", {"index": index, "size": size})
+        return ProvenEntry(LogEntry.from_dict(found.get("entry")), nodes_of(found.get("proof")))
 
     def proof_about(self, receipt_id: str) -> LogProof:
         """All that the log holds on a receipt, with proofs."""

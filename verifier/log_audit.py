@@ -1,6 +1,6 @@
 """An audit of a run's log: is the head signed, has the log only grown, are its entries those under the head?
 
-Steps G.1 to G.4 of ``docs/spec/log.md``, "Auditing a log".
+Steps G.1 to G.5 of ``docs/spec/log.md``, "Auditing a log".
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from protocol.errors import AssayError, PeerFault
+from protocol.errors import LocalFault, PeerFault, code
 from protocol.log_entry import LogEntry, check_root, read_on
 from protocol.log_head import LogHead
 from protocol.messages import RunManifest
-from protocol.transparency import E_LOG_FORK, E_LOG_ROLLBACK, Peaks, check_consistency
+from protocol.transparency import E_LOG_FORK, E_LOG_ROLLBACK, Peaks, check_consistency, check_entry
 from verifier.findings import Outcome, Report
+from verifier.log_proofs import E_LOG_SILENT
 from verifier.log_source import LiveLog, LogSource
 
+E_LOG_STALE = code("E_LOG_STALE", "a live log stands still; it may be an old one, or the clock is wrong")
+
+#: How much later than its time an epoch may begin, and how far clocks may be apart, in ms.
+_SLACK_MS: Final = 300_000
 _SHOWN: Final = 16
 
 
@@ -123,7 +128,7 @@ def check_receipt(source: LiveLog, audit: LogAudit, receipt_id: str) -> None:
         _grown_by_proof(source, *sorted((audit.head, head), key=lambda each: each.size))
         if not any(item.entry.kind == "submitted" and item.entry.body.get("receipt_id") == receipt_id
                    for item in proof.entries):
-            raise silent(receipt_id)
+            raise PeerFault(E_LOG_SILENT, "the log does not say that this was submitted", got=receipt_id)
         return len(proof.entries)
 
     audit.report.attempt(
@@ -131,11 +136,30 @@ def check_receipt(source: LiveLog, audit: LogAudit, receipt_id: str) -> None:
     )
 
 
-def silent(receipt_id: str) -> AssayError:
-    """The fault of a log that does not know a receipt."""
-    from verifier.log_proofs import E_LOG_SILENT
+def check_fresh(source: LiveLog, audit: LogAudit, now_ms: int) -> None:
+    """Check that a live log goes on: a coordinator begins an epoch of the draw every so often, whatever happens.
 
-    return PeerFault(E_LOG_SILENT, "the log does not say that this was submitted", got=receipt_id)
+    A log that stands still may be an old one, shown to us alone; or our clock is wrong. So it is inconclusive.
+    """
+    most_ms = 2 * audit.run.audit.epoch_ms + _SLACK_MS
+
+    def steps() -> int:
+        if audit.head.size == 0:
+            raise LocalFault(E_LOG_STALE, "the log is empty", expected="entries")
+        newest = source.newest(audit.head.size)
+        check_entry(newest.entry.leaf, audit.head.size - 1, audit.head.size, newest.proof, audit.head.root)
+        age_ms = now_ms - newest.entry.at_ms
+        if age_ms > most_ms:
+            raise LocalFault(
+                E_LOG_STALE, "the newest entry is old", expected=f"at most {most_ms // 1000} s",
+                got=f"{age_ms // 1000} s", hint="compare heads with other people, and your clock with the world's",
+            )
+        return age_ms
+
+    audit.report.attempt(
+        "G.5 goes on", f"newest entry at most {most_ms // 1000} s old", steps, node=True,
+        got=lambda age_ms: f"{age_ms // 1000} s old",
+    )
 
 
 def _read_all(reader: LogReader) -> None:

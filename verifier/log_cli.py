@@ -14,13 +14,14 @@ from protocol import evidence as evidence_file
 from protocol import log_file
 from protocol.causes import likely_causes
 from protocol.client import CoordinatorClient
+from protocol.clock import SystemClock
 from protocol.errors import E_USAGE, E_WRONG_KEY, LocalFault, PeerFault
 from protocol.messages import RunManifest
 from protocol.signed_note import MAX_NOTE_BYTES
 from verifier.audit_report import log_json
 from verifier.audit_table import findings_table
 from verifier.draw_audit import DrawAudit, audit_draws
-from verifier.log_audit import KnownHead, LogAudit, LogReader, audit_log, check_receipt
+from verifier.log_audit import KnownHead, LogAudit, LogReader, audit_log, check_fresh, check_receipt
 from verifier.log_source import FileLog, LiveLog, LogSource
 
 #: Longest time one question to the coordinator takes, retries included, in seconds.
@@ -42,6 +43,8 @@ def audit(
         for receipt in receipts:
             assert isinstance(source, LiveLog)
             check_receipt(source, result, receipt)
+        if isinstance(source, LiveLog):
+            check_fresh(source, result, SystemClock().now_ms())
         if save is not None and result.outcome == "pass":
             _save(save, source, result, pinned)
     _finish(result, remember)
@@ -147,6 +150,7 @@ def _print(result: LogAudit, summary: str) -> None:
     for cause in likely_causes(result.code):
         console.print(f"  - {cause}", soft_wrap=True, markup=False)
     if result.conflicts:
-        console.print("These heads contradict each other. Both are signed: keep them, they prove it to anybody.")
+        words = "These heads contradict each other. Both are signed: keep them, they prove it to anybody."
+        console.print(words, soft_wrap=True)
         for note in (*result.conflicts, result.note):
             console.print(note, soft_wrap=True, markup=False)

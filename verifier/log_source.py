@@ -11,7 +11,7 @@ from protocol.envelope import Envelope
 from protocol.log_client import LogClient
 from protocol.log_entry import LogEntry
 from protocol.log_file import LogFile
-from protocol.log_proof import LogProof
+from protocol.log_proof import LogProof, ProvenEntry
 
 #: Entries asked for at once.
 _PAGE: Final = 1000
@@ -52,6 +52,10 @@ class LiveLog:
     def consistency(self, old: int, new: int) -> tuple[bytes, ...]:
         """Proof that the first ``new`` entries begin with the first ``old``."""
         return self._log.consistency(old, new)
+
+    def newest(self, size: int) -> ProvenEntry:
+        """The last entry of the first ``size``, with its proof."""
+        return self._log.inclusion(size - 1, size)
 
     def proof_about(self, receipt_id: str) -> LogProof:
         """What the log holds on a receipt."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -85,6 +86,8 @@ def test_what_was_acknowledged_survives_kill_9(server: Server) -> None:
     with CoordinatorClient(url, None) as client:
         manifest = RunManifest.open(client.run_manifest(), link.root)
     publish_first(server, url, manifest)
+    remembered = server.directory / "run.head"
+    assert audit("log", url, link, remembered)["size"] > 0
     receipts: list[Receipt] = []
     stop = threading.Event()
     workers = [threading.Thread(target=work, args=(url, link, i, stop, receipts)) for i in range(2)]
@@ -110,7 +113,20 @@ def test_what_was_acknowledged_survives_kill_9(server: Server) -> None:
     with CoordinatorClient(url, None) as client:
         assert client.status()["tokens_generated"] == 8 * submitted
     check_credit_once(server, url, manifest, submitted)
+    audited = audit("run", url, link, remembered)  # the log has only grown, whatever was killed, and the draws hold
+    assert audited["draws"]["receipts"] == submitted
     assert server.end(signal.SIGTERM) == 0
+
+
+def audit(verb: str, url: str, link: JoinLink, remembered: Path) -> dict[str, Any]:
+    """What a stranger finds in the log with nothing but the root key and the head of the last time."""
+    arguments = ["audit", verb, url, "--root", link.root, "--remember", str(remembered), "--json"]
+    result = subprocess.run(
+        [sys.executable, "-m", "assay", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
 
 
 def wait_until_longer(receipts: list[Receipt], length: int) -> None:

@@ -45,6 +45,7 @@ def _connected(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         return CoordinatorClient(where, identity, transport=world.transport, clock=world.clock, deadline_s=deadline_s)
 
     monkeypatch.setattr(log_cli, "CoordinatorClient", connect)
+    monkeypatch.setattr(log_cli, "SystemClock", lambda: world.clock)
 
 
 def audit(world: World, *arguments: object, root: str | None = None) -> tuple[int, dict[str, Any]]:
@@ -92,7 +93,7 @@ def test_a_head_is_remembered_and_must_be_part_of_the_next(world: World, tmp_pat
     world.publish()
     code, found = audit(world, URL, "--remember", remember)
     assert code == 0
-    assert "entries added" in found["findings"][-1]["got"]
+    assert any("entries added" in finding["got"] for finding in found["findings"])
     assert remember.read_text() == found["head"]
 
 
@@ -112,7 +113,8 @@ def test_receipts_and_heads_of_evidence_are_in_the_log(world: World, tmp_path: P
     world.publish()
     code, found = audit(world, URL, "--receipt", receipt_id, "--against", file)
     assert code == 0
-    assert {finding["check"] for finding in found["findings"]} == {"G.1 head", "G.3 only grown", "G.4 receipt"}
+    checks = {finding["check"] for finding in found["findings"]}
+    assert checks == {"G.1 head", "G.3 only grown", "G.4 receipt", "G.5 goes on"}
     code, found = audit(world, URL, "--receipt", "0" * 32)
     assert (code, found["code"]) == (4, "E_NOT_FOUND")
     without = tmp_path / "own.evidence"
@@ -133,6 +135,13 @@ def test_forks_are_found_whatever_their_size(world: World, write: Any, tmp_path:
         assert (code, found["outcome"], found["code"]) == (1, "fail", expected)
         assert found["conflicting_heads"] == ([other.read_text()] if expected == "E_LOG_FORK" else [])
         assert other.read_text() != found["head"]  # what was remembered is not overwritten
+
+
+def test_a_log_that_stands_still_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = FakeClock(world.clock.now_ms() + 1_600_000)
+    monkeypatch.setattr(log_cli, "SystemClock", lambda: later)
+    code, found = audit(world, URL)
+    assert (code, found["outcome"], found["code"]) == (4, "inconclusive", "E_LOG_STALE")
 
 
 @pytest.mark.parametrize("live", [True, False])
