@@ -46,6 +46,6 @@ def _exists(path: list[str]) -> bool:
         if not members:
             return True
         if word not in members:
-            return False
+            return hasattr(command, "default")  # a group whose first word may be left out
         command = members[word]
     return True
