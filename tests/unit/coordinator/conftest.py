@@ -6,10 +6,29 @@ from typing import Any
 
 import pytest
 
+from coordinator import event_log
+from protocol.log_entry import LogEntry, check_root, read_on
+from protocol.transparency import Peaks
 from tests.fakes.clock import FakeClock
-from tests.fakes.coordinator import World
+from tests.fakes.coordinator import RUN_ID, World
+from verifier.draw_audit import audit_draws
+from verifier.findings import Report
 
 MakeWorld = Callable[..., World]
+
+
+def check_log(world: World) -> None:
+    """Whatever a test made of a run: its log is under its head, and every draw, rate and ban in it can be explained."""
+    log: list[LogEntry] = []
+    with world.coordinator.database.read() as session:
+        while page := event_log.entries(session, len(log), event_log.MAX_ENTRIES):
+            log += page
+        head = event_log.head(session, RUN_ID)
+    peaks, report = Peaks(), Report()
+    read_on(peaks, log)
+    check_root(peaks, head.size, head.root)
+    audit_draws(world.coordinator.run.manifest, log, report)
+    assert report.clean, [finding for finding in report.findings if not finding.ok]
 
 
 @pytest.fixture
@@ -23,6 +42,7 @@ def make_world(tmp_path: Path, clock: FakeClock) -> Iterator[MakeWorld]:
 
     yield make
     for world in worlds:
+        check_log(world)
         world.close()
 
 
