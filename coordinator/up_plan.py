@@ -50,6 +50,7 @@ class Folder:
         self.learner = self.path / "learner"
         self.verifier = self.path / "verifier"
         self.evidence = self.path / "evidence"
+        self.run_log = self.path / "run.log"  #: the run's log, downloaded
 
     def log(self, name: str) -> Path:
         """Log of a process."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.up_evidence import collect_evidence
+from coordinator.up_evidence import collect_evidence, save_log
 from coordinator.up_network import Network
 from coordinator.up_plan import write_json
 from coordinator.up_summary import Summary, in_words, roots_equal, summarise
@@ -51,6 +51,7 @@ def _sum_up(network: Network, view: View) -> Summary | None:
         try:
             network.look()
             evidence = collect_evidence(client, network.folder, network.status)
+            save_log(client, network.folder, network.link.root)
             root = network.newest_root(client)
         except AssayError as error:
             view.event("incomplete", {"why": str(error)})
@@ -69,8 +70,12 @@ def _sum_up(network: Network, view: View) -> Summary | None:
 def _where(network: Network) -> list[str]:
     folder = network.folder
     lines = ["", f"summary   {folder.summary}", f"events    {folder.events}", f"logs      {folder.log('*')}"]
+    if folder.run_log.exists():
+        lines.append(f"log       {folder.run_log}")
     files = sorted(folder.evidence.glob("*")) if folder.evidence.exists() else []
     if files:
         lines += [f"evidence  {folder.evidence} ({', '.join(file.name for file in files)})", "", "Audit it yourself:"]
         lines.append(f"  assay audit {files[0]} --checkpoint {folder.coordinator / 'store'} --root {network.link.root}")
+    if folder.run_log.exists():
+        lines.append(f"  assay audit run {folder.run_log} --root {network.link.root}")
     return lines

@@ -153,6 +153,18 @@ def test_cheats_are_caught_and_the_evidence_convinces_a_stranger(story: Story) -
         assert json.loads(audit.stdout)["code"] == cheater["code"]
 
 
+def test_a_stranger_explains_every_draw_and_ban(story: Story) -> None:
+    """From the downloaded log alone, whatever was killed on the way."""
+    audit = subprocess.run(
+        [sys.executable, "-m", "assay", "audit", "run", str(story.directory / "run.log"), "--json"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    draws = json.loads(audit.stdout)["draws"]
+    assert draws["bans"] == len(story.summary["cheaters"])
+    assert draws["receipts"] > 0
+
+
 def test_no_acknowledged_work_is_lost(story: Story, afterwards: Up) -> None:
     kept = 0
     for name in HONEST:
