@@ -57,7 +57,7 @@ class Admission:
             if rollout is None:
                 raise PeerFault(E_ADMITTED_GROUP, "a bundle lacks a sample it was admitted for", expected=sample.sample)
             self._check(rollout, lease, version)
-            samples.append(TrainingSample(rollout, sample.reward_micro))
+            samples.append(TrainingSample(rollout, sample.reward_micro, sample.node_id))
         return TrainingGroup(group.group, list(group.prompt_tokens), tuple(samples))
 
     def is_stale(self, group: AdmittedGroup, version: int) -> bool:

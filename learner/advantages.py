@@ -1,7 +1,8 @@
-"""Advantages of one group's completions from their rewards.
+"""Advantages of a batch's completions from their rewards, group by group.
 
-r_i is the reward of sample i of a prompt, G the number of samples. Whatever the estimator, equal rewards give
-advantages that are exactly zero: there is nothing to learn from such a group.
+r_i is the reward of sample i of a prompt, G the number of samples. With every estimator but ``reinforce``, equal
+rewards give advantages that are exactly zero: there is nothing to learn from such a group (DAPO, arXiv 2503.14476,
+filters it).
 """
 
 from __future__ import annotations
@@ -12,6 +13,21 @@ from numpy.typing import NDArray
 from learner.config import AdvantageConfig
 
 _MICRO = 1e-6
+
+
+def batch_advantages(rewards_micro: list[list[int]], config: AdvantageConfig) -> list[NDArray[np.float64]]:
+    """Advantages of each group for its rewards in 1e-6.
+
+    ``reinforce``: r_i - mean of the whole batch (Williams 1992, with the batch mean as baseline); a group's equal
+    rewards then do carry a signal, unless the filter has removed the group. All others: ``group_advantages``.
+    """
+    if config.estimator != "reinforce":
+        return [group_advantages(group, config) for group in rewards_micro]
+    everything = [reward for group in rewards_micro for reward in group]
+    if not has_signal(everything):
+        return [np.zeros(len(group)) for group in rewards_micro]
+    mean = float(np.mean(np.asarray(everything, dtype=np.float64))) * _MICRO
+    return [np.asarray(group, dtype=np.float64) * _MICRO - mean for group in rewards_micro]
 
 
 def group_advantages(rewards_micro: list[int], config: AdvantageConfig) -> NDArray[np.float64]:

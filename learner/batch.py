@@ -7,13 +7,16 @@ used (nothing in it, no signal, numbers that are not finite) is left out of the 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.advantages import group_advantages, has_signal
+from learner.advantages import batch_advantages, has_signal
 from learner.config import Aggregation, LearnerConfig
+from learner.corrections import correction_of
+from learner.influence import share_factors
+from learner.staleness import lag_weights
 from protocol import sampler
 from protocol.errors import PeerFault
 from protocol.messages import SamplingRules
@@ -26,6 +29,7 @@ class TrainingSample:
 
     rollout: Rollout
     reward_micro: int
+    node_id: str = ""  #: who generated it, hex
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Sequence:
     head_q_TK: NDArray[np.float64]  #: padded with the first entry
     head_valid_TK: NDArray[np.bool_]
     tail_q_T: NDArray[np.float64]  #: behaviour mass outside the head
+    node_id: str = ""
+    draws_TS: NDArray[np.float64] | None = None  #: uniform numbers of further draws, for centring by draws
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +69,7 @@ class Batch:
     rewards_micro: tuple[int, ...]  #: of every sample handed in, used or not
     groups: int  #: groups handed in
     left_out: dict[str, int]  #: groups not trained on, by reason: empty, no_signal, malformed, not_finite
+    node_shares: dict[str, float] = field(default_factory=dict)  #: each node's share of the signal, before the cap
 
     @property
     def tokens(self) -> int:
@@ -82,12 +89,17 @@ def make_batch(groups: list[TrainingGroup], version: int, rules: SamplingRules, 
             left_out[reason] += 1
     scales = _scales(usable, rules, config.loss.aggregation)
     sequences = [
-        _sequence(group, sample, advantage * scale, version, rules)
-        for group, group_scales in zip(usable, scales, strict=True)
-        for sample, advantage, scale in zip(group.samples, _advantages(group, config), group_scales, strict=True)
+        _sequence(group, sample, advantage * scale, version, rules, config)
+        for group, advantages, group_scales in zip(usable, _advantages(usable, config), scales, strict=True)
+        for sample, advantage, scale in zip(group.samples, advantages, group_scales, strict=True)
+    ]
+    influence = {node: float(share) for node, share in node_shares(sequences).items()}
+    factors = share_factors(influence, config.loss.max_node_share)
+    sequences = [
+        s if factors[s.node_id] == 1.0 else replace(s, signal_T=s.signal_T * factors[s.node_id]) for s in sequences
     ]
     rewards = tuple(sample.reward_micro for group in groups for sample in group.samples)
-    return Batch(version, tuple(sequences), rewards, len(groups), dict(left_out))
+    return Batch(version, tuple(sequences), rewards, len(groups), dict(left_out), influence)
 
 
 def _unusable(group: TrainingGroup, rules: SamplingRules, config: LearnerConfig) -> str | None:
@@ -105,8 +117,8 @@ def _unusable(group: TrainingGroup, rules: SamplingRules, config: LearnerConfig)
     return None
 
 
-def _advantages(group: TrainingGroup, config: LearnerConfig) -> NDArray[np.float64]:
-    return group_advantages([sample.reward_micro for sample in group.samples], config.advantages)
+def _advantages(groups: list[TrainingGroup], config: LearnerConfig) -> list[NDArray[np.float64]]:
+    return batch_advantages([[sample.reward_micro for sample in group.samples] for group in groups], config.advantages)
 
 
 def _scales(groups: list[TrainingGroup], rules: SamplingRules, aggregation: Aggregation) -> list[list[float]]:
@@ -123,9 +135,19 @@ def _scales(groups: list[TrainingGroup], rules: SamplingRules, aggregation: Aggr
     return [[1.0 / (samples * rules.max_new_tokens) for _ in group] for group in lengths]
 
 
-def _sequence(group: TrainingGroup, sample: TrainingSample, signal: float, version: int,
-              rules: SamplingRules) -> Sequence:
+def node_shares(sequences: list[Sequence]) -> dict[str, float]:
+    """Each node's share of the signal: sum of |A| over its tokens, relative to all; 0 everywhere without signal."""
+    sums: dict[str, float] = {}
+    for sequence in sequences:
+        sums[sequence.node_id] = sums.get(sequence.node_id, 0.0) + float(np.abs(sequence.signal_T).sum())
+    total = sum(sums.values())
+    return {node: value / total if 0 < total < np.inf else 0.0 for node, value in sums.items()}
+
+
+def _sequence(group: TrainingGroup, sample: TrainingSample, signal: float, version: int, rules: SamplingRules,
+              config: LearnerConfig) -> Sequence:
     rollout = sample.rollout
+    lag_T = np.maximum(version - rollout.versions(), 0)
     first_T = np.cumsum(rollout.head_lengths, dtype=np.int64) - rollout.head_lengths
     columns_K = np.arange(int(rollout.head_lengths.max()))
     valid_TK = columns_K[None, :] < rollout.head_lengths[:, None]
@@ -136,10 +158,20 @@ def _sequence(group: TrainingGroup, sample: TrainingSample, signal: float, versi
         prompt=np.asarray(group.prompt_tokens, dtype=np.int64),
         tokens_T=rollout.tokens.astype(np.int64),
         log_q_T=sampler.behaviour_logprobs(rollout, rules),
-        signal_T=np.full(len(rollout), signal),
-        lag_T=np.maximum(version - rollout.versions(), 0),
+        signal_T=signal * lag_weights(lag_T, config.staleness),
+        lag_T=lag_T,
         head_ids_TK=rollout.head_ids.astype(np.int64)[entries_TK],
         head_q_TK=np.exp(sampler.head_logprobs(rollout, rules))[entries_TK],
         head_valid_TK=valid_TK,
         tail_q_T=np.exp(sampler.tail_logprobs(rollout, rules)),
+        node_id=sample.node_id,
+        draws_TS=_draws(group.group, rollout, version, config),
     )
+
+
+def _draws(group: int, rollout: Rollout, version: int, config: LearnerConfig) -> NDArray[np.float64] | None:
+    """(T, S) uniform numbers in (0, 1), a pure function of (seed, version, group, sample); None where not needed."""
+    if correction_of(config.loss).centring != "draws":
+        return None
+    entropy = [config.seed, version, group, rollout.sample]
+    return np.random.default_rng(entropy).random((len(rollout), config.loss.draws))

@@ -10,33 +10,77 @@ import hashlib
 import json
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from learner.corrections import Centring, Inside, Level, Outside, Sign, Statistic, correction_of
 from protocol.config import Config
 
-Preset = Literal["pg", "sc", "is", "tis", "tis+sc"]
+Preset = Literal[
+    "pg", "sc", "stable_reinforce", "is", "tis", "tis+sc", "mis", "mis+sc", "icepop", "ppo", "ppo+sc", "dapo",
+    "two_sided", "cispo", "gspo", "topr", "dppo", "m2po", "decoupled",
+]
 Aggregation = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
-Estimator = Literal["grpo", "grpo_mean", "rloo", "dr_grpo"]
+Estimator = Literal["grpo", "grpo_mean", "rloo", "reinforce", "dr_grpo"]
+StalenessPolicy = Literal["pace", "drop", "decay"]
 
 
 class LossConfig(Config):
     """How a token's gradient is weighted (docs/learner.md, "Losses")."""
 
     preset: Preset = "tis+sc"
-    """Ratio correction: pg, sc, is, tis, or tis+sc."""
+    """Row of the grid of ratio corrections (learner/corrections.py)."""
+    level: Level | None = None
+    """Whose ratio: token, sequence_sum, sequence_mean; None as in the preset, here and in the next six."""
+    statistic: Statistic | None = None
+    """What is compared with the band: ratio, tv, k1, k2, k3."""
+    low: float | None = None
+    """Low end of the band."""
+    high: float | None = None
+    """High end of the band; takes the place of the age-aware cap."""
+    outside: Outside | None = None
+    """Outside the band: clamp or drop."""
+    inside: Inside | None = None
+    """Weight inside the band: ratio or one."""
+    sign: Sign | None = None
+    """Advantages for which the band holds: both, positive, negative, ppo."""
+    centring: Centring | None = None
+    """Score centring: none, topk (committed head), draws, support; exact only where heads hold the whole vocabulary."""
+    draws: Annotated[int, Field(ge=1, le=64)] = 8
+    """Further seeded draws per token for centring by draws."""
     cap: Annotated[float, Field(ge=1.0, le=1000.0)] = 2.0
     """C0: largest importance ratio used at lag 0 (dimensionless)."""
     cap_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
     """gamma: C(lag) = 1 + (C0 - 1) gamma^lag."""
+    ess_target: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """Effective sample size (share of tokens) below which the cap of a lag bucket is tightened; 0: never."""
+    ess_base: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """The learning rate is scaled by sqrt(min(1, ESS / this)); 0: never."""
+    max_node_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    """Largest share of a step's signal (sum over tokens of the absolute weighted advantage) of any one node."""
     aggregation: Aggregation = "token_mean"
     """What the loss is a mean over: tokens, sequences of token means, prompts of token means, or a constant."""
+
+    @model_validator(mode="after")
+    def _is_a_row(self) -> LossConfig:
+        correction_of(self)
+        return self
+
+
+class StalenessConfig(Config):
+    """What happens to tokens that are older than the weights they train (docs/learner.md, "Staleness")."""
+
+    policy: StalenessPolicy = "pace"
+    """pace: the coordinator opens no more work than can be used in time; drop: what came too late is left out and
+    counted; decay: as pace, and a token weighs decay^lag."""
+    decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    """lambda of policy decay, per version of lag."""
 
 
 class AdvantageConfig(Config):
     """How rewards of a group become advantages."""
 
     estimator: Estimator = "grpo"
-    """grpo (mean and std), grpo_mean or dr_grpo (mean only), rloo (leave one out)."""
+    """grpo (mean and std), grpo_mean or dr_grpo (mean only), rloo (leave one out), reinforce (mean of the batch)."""
     std_floor: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-6
     """Added to the standard deviation (in units of reward)."""
     drop_no_signal: bool = True
@@ -107,6 +151,7 @@ class LearnerConfig(Config):
     """Everything about one learner process."""
 
     loss: LossConfig = LossConfig()
+    staleness: StalenessConfig = StalenessConfig()
     advantages: AdvantageConfig = AdvantageConfig()
     optim: OptimConfig = OptimConfig()
     batch: BatchConfig = BatchConfig()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from learner.config import LearnerConfig
+from learner.corrections import correction_of
 from learner.journal import Journal, PlannedStep, Publication
 from protocol.api import AdmittedGroup
 from protocol.errors import E_NOT_FOUND, LocalFault
@@ -100,11 +101,14 @@ def explain_rules(config: LearnerConfig, manifest: RunManifest) -> list[str]:
         f"A token may be at most {batch.max_lag_versions} versions older than the weights it trains: groups that start "
         f"earlier are cancelled, and no more than {(batch.max_lag_versions + 1) * batch.groups_per_batch} are open.",
     ]
-    if loss.preset in ("tis", "tis+sc"):
+    correction = correction_of(loss)
+    if correction.aged:
         lines.append(
             f"Importance ratios are cut at {loss.cap:g} for fresh tokens and at {cap:.3g} for the stalest"
-            + (", fresh tokens are only centred" if loss.preset == "tis+sc" else "") + "."
+            + (", fresh tokens are only centred" if correction.unit_at_lag_0 else "") + "."
         )
+    if config.staleness.policy == "decay":
+        lines.append(f"A token weighs {config.staleness.decay:g} to the power of its lag.")
     if batch.max_versions is not None:
         lines.append(f"The run is complete at version {batch.max_versions}.")
     return lines

@@ -1,6 +1,6 @@
 """The language-model head and the loss in one pass, without logits of the whole batch.
 
-Legend: N loss tokens, D hidden width, V vocabulary, K head width, C tokens of a chunk.
+Legend: N loss tokens, D hidden width, V vocabulary, K head width, S further draws, C tokens of a chunk, R of a block.
 
 Weights and centring coefficients carry no gradient, so the gradient of a token with respect to its logits is known
 as soon as its logits are:
@@ -8,18 +8,24 @@ as soon as its logits are:
     d logits = -s A ( w_a e_a - m + (M - w_a) p )
 
 (see ``learner.losses`` for m and M). Each chunk therefore computes its logits once, turns the same buffer into their
-gradient, and adds to dH and dW; the backward pass only scales. Memory: one (C, V) buffer, dH and dW.
+gradient, and adds to dH and dW; the backward pass only scales. The chunk is walked through in blocks of rows that fit
+the cache. Memory: one (C, V) buffer, one (R, V) buffer, dH and dW. A correction by sequence needs the log-probs of
+all its tokens first and computes the logits twice.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from learner.losses import TAIL_FLOOR, TokenRule, clamped, measure, ratio_weights
+from learner.corrections import Correction
+from learner.losses import TAIL_FLOOR, TokenRule, clamped, measure, ratio_weights, sequence_weights
+
+#: Bytes of logits that are turned into their gradient at a time on a CPU: about a core's second-level cache.
+_BLOCK_BYTES: Final = 2**21
 
 
 @dataclass(frozen=True)
@@ -34,13 +40,16 @@ class LossTokens:
     head_q_NK: Tensor  #: behaviour probability of each head entry
     head_valid_NK: Tensor  #: bool
     tail_q_N: Tensor  #: behaviour mass outside the head
+    sequence_N: Tensor  #: index of the token's sequence within these tokens' microbatch
+    draws_NS: Tensor | None = None  #: uniform numbers in (0, 1) that select the further draws (centring ``draws``)
 
     def __len__(self) -> int:
         return len(self.target_N)
 
     def rows(self, start: int, stop: int) -> LossTokens:
         """Tokens ``start`` to ``stop``."""
-        return LossTokens(*(getattr(self, field.name)[start:stop] for field in fields(self)))
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(self, **{name: value[start:stop] for name, value in given.items()})
 
 
 @dataclass(frozen=True)
@@ -50,16 +59,22 @@ class TokenStats:
     loss_N: Tensor  #: the token's share of the loss
     log_ratio_N: Tensor  #: log p_a - log q_a, clamped
     weight_N: Tensor  #: w(p_a / q_a)
-    truncated_N: Tensor  #: 1 where the ratio was cut at its cap, else 0
+    truncated_N: Tensor  #: 1 where the ratio was outside its band, else 0
     entropy_N: Tensor  #: entropy of p, nats
     head_p_N: Tensor  #: mass p gives to the committed head
     head_q_N: Tensor  #: mass q gives to it
-    centring_N: Tensor  #: L1 of the centring coefficients over the head
+    head_kl_N: Tensor  #: KL(q || p) over head entries and tail as a whole, nats
+    centring_N: Tensor  #: L1 of the centring coefficients over head or draws
 
     @staticmethod
     def concat(parts: list[TokenStats]) -> TokenStats:
         """All tokens of ``parts`` in order."""
         return TokenStats(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(TokenStats)))
+
+    @staticmethod
+    def none() -> TokenStats:
+        """No token."""
+        return TokenStats(*(torch.zeros(0) for _ in fields(TokenStats)))
 
 
 def chunk_rows(vocab: int, mib: int) -> int:
@@ -72,10 +87,29 @@ def head_loss(hidden_ND: Tensor, weight_VD: Tensor, tokens: LossTokens, rule: To
     """Loss (scalar, differentiable in ``hidden_ND`` and ``weight_VD``) and statistics of the tokens.
 
     ``hidden_ND`` are the final hidden states that predict the tokens; p is the softmax of
-    ``hidden @ weight.T / temperature`` over the whole vocabulary.
+    ``hidden @ weight.T / temperature`` over the whole vocabulary. The matrix products are in the type of ``hidden_ND``
+    and ``weight_VD``, everything else at least in float32.
     """
     loss, *stats = _HeadLoss.apply(hidden_ND, weight_VD, tokens, rule, temperature, rows)  # type: ignore[no-untyped-call]
     return loss, TokenStats(*stats)
+
+
+@torch.no_grad()
+def drawn_logprobs(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, *, temperature: float,
+                   rows: int) -> Tensor:
+    """(N,) log p of the drawn tokens, a chunk of logits at a time."""
+    parts = []
+    for start in range(0, len(target_N), rows):
+        logits_CV = _logits(hidden_ND[start : start + rows], weight_VD, temperature)
+        target_C1 = target_N[start : start + rows, None]
+        parts.append((logits_CV.gather(1, target_C1) - logits_CV.logsumexp(dim=1, keepdim=True)).squeeze(1))
+    return torch.cat(parts)
+
+
+def sequence_rule(rule: TokenRule, correction: Correction, tokens: LossTokens, log_p_N: Tensor) -> TokenRule:
+    """``rule`` with the weights that ``correction`` gives to whole sequences."""
+    fixed_N, cut_N = sequence_weights(log_p_N, tokens.log_q_N, tokens.signal_N, tokens.sequence_N, correction)
+    return replace(rule, fixed_N=fixed_N, cut_N=cut_N)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -87,10 +121,11 @@ class _HeadLoss(torch.autograd.Function):
         for start in range(0, len(tokens), rows):
             stop = min(start + rows, len(tokens))
             hidden_CD = hidden_ND[start:stop]
-            logits_CV = (hidden_CD @ weight_VD.T).div_(temperature)
-            part_rule = TokenRule(rule.unit_N[start:stop], rule.cap_N[start:stop], rule.centred)
-            grad_CV, stats = logits_gradient(logits_CV, tokens.rows(start, stop), part_rule)
-            grad_CV.div_(temperature)
+            logits_CV = _logits(hidden_CD, weight_VD, temperature)
+            grad_CV, stats = logits_gradient(
+                logits_CV, tokens.rows(start, stop), rule.rows(start, stop), scale=1.0 / temperature
+            )
+            grad_CV = grad_CV.to(hidden_ND.dtype)
             torch.matmul(grad_CV, weight_VD, out=grad_hidden_ND[start:stop])
             grad_weight_VD.addmm_(grad_CV.T, hidden_CD)
             parts.append(stats)
@@ -106,51 +141,154 @@ class _HeadLoss(torch.autograd.Function):
         return grad_hidden_ND * grad_loss, grad_weight_VD * grad_loss, None, None, None, None
 
 
-def logits_gradient(logits_CV: Tensor, tokens: LossTokens, rule: TokenRule) -> tuple[Tensor, TokenStats]:
-    """Gradient of the loss with respect to ``logits_CV`` (already divided by the temperature), and statistics.
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
+    """(C, V) logits over the temperature, at least float32."""
+    logits_CV = hidden_CD @ weight_VD.T
+    wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    return wide_CV if temperature == 1.0 else wide_CV.div_(temperature)
 
-    ``logits_CV`` is used up: its buffer is overwritten.
+
+def logits_gradient(logits_CV: Tensor, tokens: LossTokens, rule: TokenRule, *,
+                    scale: float = 1.0) -> tuple[Tensor, TokenStats]:
+    """``scale`` times the gradient of the loss with respect to ``logits_CV`` (over the temperature), and statistics.
+
+    ``logits_CV`` is used up: its buffer holds the result.
     """
-    log_p_CV = logits_CV.sub_(logits_CV.logsumexp(dim=1, keepdim=True))
-    log_p_a_N = log_p_CV.gather(1, tokens.target_N[:, None]).squeeze(1)
-    log_p_head_NK = log_p_CV.gather(1, tokens.head_ids_NK)
-    p_CV = log_p_CV.exp()
-    entropy_N = -torch.linalg.vecdot(p_CV, log_p_CV.clamp_(min=-1e4))
-    p_head_NK = log_p_head_NK.exp()
-    p_tail_CV = p_CV.scatter_(1, tokens.head_ids_NK, 0.0)
-    tail_p_N = p_tail_CV.sum(dim=1)
+    rows, vocab = logits_CV.shape
+    step = rows if logits_CV.is_cuda else max(1, _BLOCK_BYTES // (logits_CV.element_size() * vocab))
+    parts = []
+    for start in range(0, rows, max(1, step)):
+        stop = min(start + step, rows)
+        parts.append(_block_gradient(logits_CV[start:stop], tokens.rows(start, stop), rule.rows(start, stop), scale))
+    return logits_CV, TokenStats.concat(parts)
 
-    log_ratio_N = clamped(log_p_a_N - tokens.log_q_N)
-    weight_N = ratio_weights(log_ratio_N, rule)
-    m_NK, tail_m_N = _centring_measure(p_head_NK, tail_p_N, tokens, rule)
-    mass_m_N = torch.where(tokens.head_valid_NK, m_NK, 0.0).sum(dim=1) + tail_m_N
-    tail_rate_N = torch.where(tail_m_N > 0, tail_m_N / tail_p_N.clamp(min=TAIL_FLOOR), 0.0)
 
-    p_rate_N = mass_m_N - weight_N
-    grad_CV = p_tail_CV.mul_((p_rate_N - tail_rate_N)[:, None])
-    grad_CV.scatter_(1, tokens.head_ids_NK, p_head_NK * p_rate_N[:, None] - m_NK)
-    grad_CV.scatter_add_(1, tokens.target_N[:, None], weight_N[:, None])
-    grad_CV.mul_(-tokens.signal_N[:, None])
+def _block_gradient(logits_RV: Tensor, tokens: LossTokens, rule: TokenRule, scale: float) -> TokenStats:
+    """Turn ``logits_RV`` into the gradient in place."""
+    p_RV = torch.softmax(logits_RV, dim=1)
+    top_R1 = logits_RV.argmax(dim=1, keepdim=True)
+    log_sum_R1 = logits_RV.gather(1, top_R1) - p_RV.gather(1, top_R1).log()
+    log_p_a_R = (logits_RV.gather(1, tokens.target_N[:, None]) - log_sum_R1).squeeze(1)
+    log_p_head_RK = logits_RV.gather(1, tokens.head_ids_NK) - log_sum_R1
+    entropy_R = log_sum_R1.squeeze(1) - torch.linalg.vecdot(p_RV, logits_RV)
+    p_head_RK = log_p_head_RK.exp()
 
-    coefficients_NK = torch.where(tokens.head_valid_NK, m_NK - tail_rate_N[:, None] * p_head_NK, 0.0)
-    centre_N = torch.where(coefficients_NK != 0, coefficients_NK * log_p_head_NK, 0.0).sum(dim=1)
-    return grad_CV, TokenStats(
-        loss_N=-tokens.signal_N * (weight_N * log_p_a_N - centre_N),
-        log_ratio_N=log_ratio_N,
-        weight_N=weight_N,
-        truncated_N=(~rule.unit_N & (log_ratio_N.exp() > rule.cap_N)).to(weight_N.dtype),
-        entropy_N=entropy_N,
-        head_p_N=torch.where(tokens.head_valid_NK, p_head_NK, 0.0).sum(dim=1),
+    log_ratio_R = clamped(log_p_a_R - tokens.log_q_N)
+    weight_R, outside_R = ratio_weights(log_ratio_R, tokens.log_q_N, rule)
+    centre = _centre(p_RV, log_p_head_RK, tokens, rule)
+
+    p_rate_R = centre.mass_R - weight_R
+    factor_R = -scale * tokens.signal_N
+    torch.mul(p_RV, ((p_rate_R - centre.tail_rate_R) * factor_R)[:, None], out=logits_RV)
+    if centre.head_m_RK is not None:
+        head_RK = (p_head_RK * p_rate_R[:, None] - centre.head_m_RK) * factor_R[:, None]
+        logits_RV.scatter_(1, tokens.head_ids_NK, head_RK)
+    if centre.drawn_RS is not None and centre.drawn_m_RS is not None:
+        logits_RV.scatter_add_(1, centre.drawn_RS, -centre.drawn_m_RS * factor_R[:, None])
+    logits_RV.scatter_add_(1, tokens.target_N[:, None], (weight_R * factor_R)[:, None])
+
+    head_p_R = torch.where(tokens.head_valid_NK, p_head_RK, 0.0).sum(dim=1)
+    return TokenStats(
+        loss_N=-tokens.signal_N * (weight_R * log_p_a_R - centre.term_R),
+        log_ratio_N=log_ratio_R,
+        weight_N=weight_R,
+        truncated_N=outside_R.to(weight_R.dtype),
+        entropy_N=entropy_R,
+        head_p_N=head_p_R,
         head_q_N=torch.where(tokens.head_valid_NK, tokens.head_q_NK, 0.0).sum(dim=1),
-        centring_N=coefficients_NK.abs().sum(dim=1),
+        head_kl_N=_head_kl(log_p_head_RK, head_p_R, tokens),
+        centring_N=centre.l1_R,
     )
 
 
-def _centring_measure(p_head_NK: Tensor, tail_p_N: Tensor, tokens: LossTokens,
-                      rule: TokenRule) -> tuple[Tensor, Tensor]:
-    """The measure m on the head entries and its mass on the tail; both 0 without centring."""
-    if not rule.centred:
-        return torch.zeros_like(p_head_NK), torch.zeros_like(tail_p_N)
-    m_NK = measure(p_head_NK, tokens.head_q_NK, rule.unit_N[:, None], rule.cap_N[:, None])
-    tail_m_N = measure(tail_p_N, tokens.tail_q_N, rule.unit_N, rule.cap_N)
-    return m_NK, torch.where(tail_p_N > TAIL_FLOOR, tail_m_N, 0.0)
+@dataclass(frozen=True)
+class _Centre:
+    """The measure m of a block of tokens: on head entries, at further draws, spread over the tail like p."""
+
+    mass_R: Tensor  #: M, the whole mass of m
+    tail_rate_R: Tensor  #: m / p on the tail
+    term_R: Tensor  #: sum of coefficients times log p, for the value of the loss
+    l1_R: Tensor
+    head_m_RK: Tensor | None = None
+    drawn_RS: Tensor | None = None
+    drawn_m_RS: Tensor | None = None
+
+
+def _centre(p_RV: Tensor, log_p_head_RK: Tensor, tokens: LossTokens, rule: TokenRule) -> _Centre:
+    """What is to be centred; ``p_RV`` may lose its head entries."""
+    if rule.centring == "none":
+        zero_R = torch.zeros_like(tokens.log_q_N)
+        return _Centre(zero_R, zero_R, zero_R, zero_R)
+    if rule.centring == "draws":
+        return _draws_centred(p_RV, tokens, rule)
+    return _head_centred(p_RV, log_p_head_RK, tokens, rule)
+
+
+def _head_centred(p_RV: Tensor, log_p_head_RK: Tensor, tokens: LossTokens, rule: TokenRule) -> _Centre:
+    """From the committed head; the tail of m is shaped like p, or empty when q cannot leave the head (``support``)."""
+    p_head_RK = log_p_head_RK.exp()
+    valid_RK, m_RK = tokens.head_valid_NK, measure(p_head_RK, tokens.head_q_NK, rule)
+    tail_p_R = p_RV.scatter_(1, tokens.head_ids_NK, 0.0).sum(dim=1)
+    tail_m_R = torch.zeros_like(tail_p_R)
+    if rule.centring != "support":
+        tail_m_R = torch.where(tail_p_R > TAIL_FLOOR, measure(tail_p_R, tokens.tail_q_N, rule), 0.0)
+    tail_rate_R = torch.where(tail_m_R > 0, tail_m_R / tail_p_R.clamp(min=TAIL_FLOOR), 0.0)
+    coefficient_RK = torch.where(valid_RK, m_RK - tail_rate_R[:, None] * p_head_RK, 0.0)
+    return _Centre(
+        mass_R=torch.where(valid_RK, m_RK, 0.0).sum(dim=1) + tail_m_R,
+        tail_rate_R=tail_rate_R,
+        term_R=torch.where(coefficient_RK != 0, coefficient_RK * log_p_head_RK, 0.0).sum(dim=1),
+        l1_R=coefficient_RK.abs().sum(dim=1),
+        head_m_RK=m_RK,
+    )
+
+
+def _draws_centred(p_RV: Tensor, tokens: LossTokens, rule: TokenRule) -> _Centre:
+    """From S draws of q-hat: m has w(p/q) / S at each."""
+    assert tokens.draws_NS is not None, "centring by draws needs the draws"
+    drawn_RS, q_RS = _draw(p_RV, tokens, tokens.draws_NS)
+    p_RS = p_RV.gather(1, drawn_RS)
+    m_RS = torch.where(q_RS > 0, measure(p_RS, q_RS, rule) / q_RS, 0.0) / drawn_RS.shape[1]
+    return _Centre(
+        mass_R=m_RS.sum(dim=1),
+        tail_rate_R=torch.zeros_like(tokens.log_q_N),
+        term_R=torch.where(m_RS != 0, m_RS * p_RS.clamp(min=TAIL_FLOOR).log(), 0.0).sum(dim=1),
+        l1_R=m_RS.sum(dim=1),
+        drawn_RS=drawn_RS,
+        drawn_m_RS=m_RS,
+    )
+
+
+def _draw(p_RV: Tensor, tokens: LossTokens, draws_RS: Tensor) -> tuple[Tensor, Tensor]:
+    """(ids, q-hat) of the tokens that uniform numbers select, by inverse cumulative distribution."""
+    q_RK = torch.where(tokens.head_valid_NK, tokens.head_q_NK, 0.0)
+    sums_RK = q_RK.cumsum(dim=1)
+    head_RK1 = sums_RK[:, -1:]
+    scaled_RS = draws_RS * (head_RK1 + tokens.tail_q_N[:, None])  # the head's rounding leaves no gap
+    entry_RS = torch.searchsorted(sums_RK.contiguous(), scaled_RS.contiguous(), right=True)
+    in_head_RS = entry_RS < q_RK.shape[1]
+    entry_RS = entry_RS.clamp(max=q_RK.shape[1] - 1)
+    ids_RS, q_RS = tokens.head_ids_NK.gather(1, entry_RS), q_RK.gather(1, entry_RS)
+    rows = (~in_head_RS).any(dim=1).nonzero().squeeze(1)
+    if len(rows) == 0:
+        return ids_RS, q_RS
+    tail_QV = p_RV[rows].scatter_(1, tokens.head_ids_NK[rows], 0.0)
+    sums_QV = tail_QV.cumsum(dim=1)
+    total_Q1 = sums_QV[:, -1:].clamp(min=TAIL_FLOOR)
+    place_QS = (scaled_RS[rows] - head_RK1[rows]) / tokens.tail_q_N[rows, None].clamp(min=TAIL_FLOOR)
+    chosen_QS = torch.searchsorted(sums_QV, (place_QS.clamp(0.0, 1.0 - 1e-6) * total_Q1).contiguous(), right=True)
+    chosen_QS = chosen_QS.clamp(max=p_RV.shape[1] - 1)
+    q_QS = tail_QV.gather(1, chosen_QS) * (tokens.tail_q_N[rows, None] / total_Q1)
+    ids_RS[rows] = torch.where(in_head_RS[rows], ids_RS[rows], chosen_QS)
+    q_RS[rows] = torch.where(in_head_RS[rows], q_RS[rows], q_QS)
+    return ids_RS, q_RS
+
+
+def _head_kl(log_p_head_RK: Tensor, head_p_R: Tensor, tokens: LossTokens) -> Tensor:
+    """KL(q || p) with the tail as one entry: a lower bound of the whole, without sampling noise."""
+    q_RK, tail_q_R = tokens.head_q_NK, tokens.tail_q_N
+    entries_RK = q_RK * (q_RK.clamp(min=TAIL_FLOOR).log() - log_p_head_RK.clamp(min=-1e4))
+    tail_R = tail_q_R * (tail_q_R.clamp(min=TAIL_FLOOR).log() - (1.0 - head_p_R).clamp(min=1e-7).log())
+    return torch.where(tokens.head_valid_NK & (q_RK > 0), entries_RK, 0.0).sum(dim=1) + torch.where(
+        tail_q_R > 0, tail_R, 0.0
+    )

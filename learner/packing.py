@@ -36,6 +36,7 @@ class Microbatch:
     mask_11LL: Tensor | None  #: bool, True = may attend; None means causal
     source_N: Tensor  #: int64 flat index into (B, L) of the input that predicts each loss token
     tokens: LossTokens
+    sequences: tuple[Sequence, ...]  #: in the order of ``tokens.sequence_N``
 
 
 @dataclass(frozen=True)
@@ -122,12 +123,14 @@ def _shared(blocks: list[_Block]) -> Microbatch:
             sources.append(np.concatenate([[last], offset + np.arange(fed)]))
             offset += fed
         owner += 1
+    sequences = [sequence for block in blocks for sequence in block.sequences]
     return Microbatch(
         ids_BL=torch.from_numpy(np.concatenate(ids)[None]),
         positions_BL=torch.from_numpy(np.concatenate(positions)[None]),
         mask_11LL=torch.from_numpy(_mask(np.concatenate(owners))[None, None]),
         source_N=torch.from_numpy(np.concatenate(sources)),
-        tokens=_loss_tokens([sequence for block in blocks for sequence in block.sequences]),
+        tokens=_loss_tokens(sequences),
+        sequences=tuple(sequences),
     )
 
 
@@ -146,7 +149,7 @@ def _padded(rows: list[Sequence]) -> Microbatch:
         ids_BL[row, : _input_length(sequence)] = np.concatenate([sequence.prompt, sequence.tokens_T[:-1]])
         sources.append(row * length + len(sequence.prompt) - 1 + np.arange(len(sequence.tokens_T)))
     return Microbatch(
-        torch.from_numpy(ids_BL), None, None, torch.from_numpy(np.concatenate(sources)), _loss_tokens(rows)
+        torch.from_numpy(ids_BL), None, None, torch.from_numpy(np.concatenate(sources)), _loss_tokens(rows), tuple(rows)
     )
 
 
@@ -167,6 +170,8 @@ def _loss_tokens(sequences: list[Sequence]) -> LossTokens:
             np.pad(s.head_valid_TK, ((0, 0), (0, width - s.head_valid_TK.shape[1]))) for s in sequences
         ])),
         tail_q_N=floats([s.tail_q_T for s in sequences]),
+        sequence_N=torch.from_numpy(np.repeat(np.arange(len(sequences)), [len(s.tokens_T) for s in sequences])),
+        draws_NS=floats(draws) if (draws := [s.draws_TS for s in sequences if s.draws_TS is not None]) else None,
     )
 
 

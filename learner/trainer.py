@@ -14,17 +14,19 @@ from typing import Any, Final, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from learner.batch import Batch
 from learner.config import LearnerConfig, OptimConfig
-from learner.head import TokenStats, chunk_rows, head_loss
-from learner.losses import token_rule
+from learner.corrections import correction_of
+from learner.ess import CapController, ess, rate_scale, weight_sums
+from learner.head import TokenStats, chunk_rows, drawn_logprobs, head_loss, sequence_rule
+from learner.losses import TokenRule, clamped, second_moment_bound, token_rule
 from learner.masters import Masters
 from learner.metrics import Metrics, batch_metrics, token_metrics
 from learner.packing import Microbatch, microbatches
 from learner.parts import read_part, write_part
+from learner.screen import RolloutNumbers, screen
 from protocol.errors import LocalFault, code
 from protocol.messages import SamplingRules
 from protocol.reference.loader import load_config_model
@@ -50,6 +52,35 @@ class StepResult:
     skipped: str | None
 
 
+@dataclass
+class _Seen:
+    """What the microbatches of a step showed, in their order."""
+
+    parts: list[TokenStats]
+    lag_parts: list[Tensor]
+    signal_parts: list[Tensor]
+    rollouts: list[RolloutNumbers]
+
+    @classmethod
+    def nothing(cls) -> _Seen:
+        return cls([], [], [], [])
+
+    def add(self, micro: Microbatch, stats: TokenStats) -> None:
+        self.parts.append(stats)
+        self.lag_parts.append(micro.tokens.lag_N)
+        self.signal_parts.append(micro.tokens.signal_N)
+        self.rollouts += rollout_numbers(micro, stats)
+
+    def stats(self) -> TokenStats:
+        return TokenStats.concat(self.parts) if self.parts else TokenStats.none()
+
+    def lags(self) -> Tensor:
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *self.lag_parts])
+
+    def signals(self) -> Tensor:
+        return torch.cat([torch.zeros(0), *self.signal_parts])
+
+
 class Trainer:
     """The weights, the optimiser, and the step."""
 
@@ -58,6 +89,8 @@ class Trainer:
         self.config, self.rules = config, rules
         self.model = cast("Any", model)  # transformers ships no usable types
         self.masters = Masters(model, layout, state)
+        self.correction = correction_of(config.loss)
+        self.caps = CapController(config.loss.ess_target)
         self.steps = 0  #: optimiser steps taken
         self._norms: list[float] = []
         self._optimiser = _adamw(self.masters.tensors, config.optim)
@@ -92,15 +125,20 @@ class Trainer:
         """
         metrics = batch_metrics(batch)
         try:
-            stats, lag_N, skipped = self._accumulate(batch, should_stop)
+            seen, skipped = self._accumulate(batch, should_stop)
             norm = self._gradient_norm()
             skipped = skipped or self._judge(norm)
+            stats, lag_N = seen.stats(), seen.lags()
+            sums_B3 = weight_sums(stats.weight_N, lag_N)
+            scale = rate_scale(ess(sums_B3.sum(0)), self.config.loss.ess_base)
             if skipped is None:
-                self._update(norm)
+                self._update(norm, scale)
+                self.caps.observe(sums_B3)
         finally:
             self._drop_gradients()
-        metrics |= token_metrics(stats, lag_N)
-        metrics |= {"grad_norm": norm, "lr": self._rate(), "skipped": skipped}
+        metrics |= token_metrics(stats, lag_N.numpy(), seen.signals().numpy())
+        metrics |= {"grad_norm": norm, "lr": self._rate() * scale, "lr_scale": scale, "skipped": skipped}
+        metrics |= {"nodes": {report.node_id: report.as_dict() for report in screen(seen.rollouts)}}
         return StepResult(metrics, skipped)
 
     def save(self, folder: Path) -> None:
@@ -126,6 +164,7 @@ class Trainer:
             "optimiser": self._optimiser.state_dict(),
             "steps": self.steps,
             "norms": list(self._norms),
+            "caps": self.caps.state_dict(),
             "rng": torch.get_rng_state(),
         }
 
@@ -136,39 +175,63 @@ class Trainer:
             master.copy_(state["masters"][entry.name])
         self._optimiser.load_state_dict(state["optimiser"])
         self.steps, self._norms = int(state["steps"]), list(state["norms"])
+        self.caps.load_state_dict(state["caps"])
         torch.set_rng_state(state["rng"])
         self.masters.push()
 
     # -- parts of a step ---------------------------------------------------------------------------------
 
-    def _accumulate(self, batch: Batch, should_stop: Callable[[], bool]
-                    ) -> tuple[TokenStats | None, NDArray[np.int64], str | None]:
-        parts: list[TokenStats] = []
-        lags: list[Tensor] = []
+    def _accumulate(self, batch: Batch, should_stop: Callable[[], bool]) -> tuple[_Seen, str | None]:
+        seen, log_bound = _Seen.nothing(), None
+        if self.correction.second_moment is not None:
+            log_bound = self._survey(batch, self.correction.second_moment, should_stop)
         for micro in microbatches(batch, self.config.batch):
             if should_stop():
                 raise StepAbandoned
-            loss, stats = self._forward(micro)
-            parts.append(stats)
-            lags.append(micro.tokens.lag_N)
+            loss, stats = self._forward(micro, log_bound)
+            seen.add(micro, stats)
             if not bool(torch.isfinite(loss)):
-                return TokenStats.concat(parts), torch.cat(lags).numpy(), "non_finite_loss"
+                return seen, "non_finite_loss"
             loss.backward()  # type: ignore[no-untyped-call]
-        if not parts:
-            return None, np.zeros(0, dtype=np.int64), "no_signal"
-        return TokenStats.concat(parts), torch.cat(lags).numpy(), None
+        return seen, None if seen.parts else "no_signal"
 
-    def _forward(self, micro: Microbatch) -> tuple[Tensor, TokenStats]:
+    def _forward(self, micro: Microbatch, log_bound: float | None = None) -> tuple[Tensor, TokenStats]:
+        hidden_ND, weight_VD = self._hidden(micro), self.model.get_output_embeddings().weight
+        rule = self._rule(micro, log_bound)
+        if self.correction.level != "token":
+            log_p_N = drawn_logprobs(hidden_ND, weight_VD, micro.tokens.target_N, **self._chunks(weight_VD))
+            rule = sequence_rule(rule, self.correction, micro.tokens, log_p_N)
+        return head_loss(hidden_ND, weight_VD, micro.tokens, rule, **self._chunks(weight_VD))
+
+    def _hidden(self, micro: Microbatch) -> Tensor:
+        """(N, D) final hidden states that predict the loss tokens."""
         hidden_BLD = self.model.base_model(
             input_ids=micro.ids_BL, attention_mask=micro.mask_11LL, position_ids=micro.positions_BL, use_cache=False
         ).last_hidden_state
-        hidden_ND = hidden_BLD.flatten(0, 1).index_select(0, micro.source_N)
-        weight_VD = self.model.get_output_embeddings().weight
-        return head_loss(
-            hidden_ND, weight_VD, micro.tokens, token_rule(micro.tokens.lag_N, self.config.loss),
-            temperature=self.rules.temperature_milli / 1000,
-            rows=chunk_rows(len(weight_VD), self.config.batch.head_chunk_mib),
-        )
+        hidden_ND: Tensor = hidden_BLD.flatten(0, 1).index_select(0, micro.source_N)
+        return hidden_ND
+
+    def _rule(self, micro: Microbatch, log_bound: float | None) -> TokenRule:
+        tokens, loss = micro.tokens, self.config.loss
+        cap_N = self.caps.caps(tokens.lag_N, loss.cap, loss.cap_decay) if self.correction.aged else None
+        return token_rule(tokens.lag_N, tokens.signal_N, self.correction, cap_N=cap_N, log_bound=log_bound)
+
+    def _chunks(self, weight_VD: Tensor) -> dict[str, Any]:
+        rows = chunk_rows(len(weight_VD), self.config.batch.head_chunk_mib)
+        return {"temperature": self.rules.temperature_milli / 1000, "rows": rows}
+
+    @torch.no_grad()
+    def _survey(self, batch: Batch, limit: float, should_stop: Callable[[], bool]) -> float:
+        """Bound of |log r| for the whole batch, from a forward pass of its own."""
+        log_ratios, signals = [torch.zeros(0)], [torch.zeros(0)]
+        for micro in microbatches(batch, self.config.batch):
+            if should_stop():
+                raise StepAbandoned
+            weight_VD = self.model.get_output_embeddings().weight
+            log_p_N = drawn_logprobs(self._hidden(micro), weight_VD, micro.tokens.target_N, **self._chunks(weight_VD))
+            log_ratios.append(clamped(log_p_N - micro.tokens.log_q_N))
+            signals.append(micro.tokens.signal_N)
+        return second_moment_bound(torch.cat(log_ratios), torch.cat(signals), limit)
 
     def _gradient_norm(self) -> float:
         """Global L2 norm; 0 when there is no gradient."""
@@ -184,14 +247,14 @@ class Trainer:
         return None
 
     @torch.no_grad()
-    def _update(self, norm: float) -> None:
+    def _update(self, norm: float, rate_scale: float) -> None:
         self._norms = [*self._norms, norm][-_HISTORY:]
         self.steps += 1
         scale = min(1.0, self.config.optim.max_grad_norm / (norm + 1e-6))
         for master, parameter in zip(self.masters.tensors, self.masters.parameters, strict=True):
             master.grad = None if parameter.grad is None else parameter.grad.mul_(scale)
         for group in self._optimiser.param_groups:
-            group["lr"] = self._rate()
+            group["lr"] = self._rate() * rate_scale
         self._optimiser.step()
         self.masters.push()
 
@@ -202,6 +265,18 @@ class Trainer:
     def _drop_gradients(self) -> None:
         for master, parameter in zip(self.masters.tensors, self.masters.parameters, strict=True):
             master.grad = parameter.grad = None
+
+
+def rollout_numbers(micro: Microbatch, stats: TokenStats) -> list[RolloutNumbers]:
+    """What the forward pass saw of each rollout of a microbatch."""
+    log_ratio_N = stats.log_ratio_N.double()
+    columns_N3 = torch.stack([torch.ones_like(log_ratio_N), -log_ratio_N, torch.expm1(log_ratio_N) - log_ratio_N], 1)
+    sums_S3 = torch.zeros(len(micro.sequences), 3, dtype=torch.float64, device=log_ratio_N.device)
+    sums_S3.index_add_(0, micro.tokens.sequence_N, columns_N3)
+    return [
+        RolloutNumbers(sequence.node_id, int(sequence.lag_T[0]), int(tokens), k1, k3)
+        for sequence, (tokens, k1, k3) in zip(micro.sequences, sums_S3.tolist(), strict=True)
+    ]
 
 
 def _adamw(tensors: list[Tensor], config: OptimConfig) -> torch.optim.AdamW:

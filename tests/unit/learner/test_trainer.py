@@ -86,7 +86,7 @@ def test_a_step_raises_the_chance_of_what_was_rewarded(model_dir, groups):
     batch = batch_for(trainer, groups)
 
     def advantage_weighted() -> float:
-        return float(trainer._accumulate(batch, lambda: False)[0].loss_N.sum())
+        return float(trainer._accumulate(batch, lambda: False)[0].stats().loss_N.sum())
 
     before = advantage_weighted()
     trainer._drop_gradients()

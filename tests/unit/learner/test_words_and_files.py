@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
 
 from learner.cli import app
-from learner.config import LearnerConfig, LossConfig
+from learner.config import LearnerConfig, LossConfig, Preset
+from learner.corrections import PRESETS
 from learner.disk import append_line, whole_directory
 from learner.explain import explain_memory, explain_rules, explain_step
 from learner.journal import Journal
-from learner.losses import PRESETS
 from learner.metrics import as_micro, finite, warnings_of
 from learner.publisher import Publisher
 from protocol.config import load_config, parse_assignment
@@ -35,10 +36,11 @@ def done(model_dir, tmp_path_factory) -> Path:
 
 
 def test_presets_of_the_configuration_are_those_of_the_losses():
+    assert set(get_args(Preset)) == set(PRESETS)
     for preset in PRESETS:
         assert LossConfig(preset=preset).preset == preset
     with pytest.raises(ValueError, match="preset"):
-        LossConfig(preset="ppo")
+        LossConfig(preset="ppo2")
 
 
 def test_settings_come_from_assignments(tmp_path):
