@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,14 @@ def test_forced_audits_explain_a_high_rate(world: World, run: RunManifest, log: 
     assert found == (set() if drawn else {"E_DRAW_SKIPPED"})
 
 
-def test_the_command(world: World, log: Log, tmp_path: Path) -> None:
+def test_the_command_works_offline(
+    world: World, log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("an offline audit opened a socket")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+
     def write(entries: Log) -> str:
         peaks = Peaks()
         for entry in entries:
