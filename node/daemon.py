@@ -20,12 +20,14 @@ from node.unit import Unit
 from node.uploader import SIDE_BY_SIDE, Outbox, Sealer, Uploader
 from node.watcher import Watcher
 from node.weights import Weights
+from node.witness import LogMemory, Witness
 from node.worker import Worker
 from node.workload import Workload, keys_of
 from protocol.client import CoordinatorClient
 from protocol.clock import Clock
 from protocol.errors import AssayError, LocalFault, Transient
 from protocol.identity import Identity
+from protocol.log_client import LogClient
 from protocol.messages import RunManifest
 
 _LOG = logging.getLogger(__name__)
@@ -79,13 +81,14 @@ class Daemon:
             self.health, client, parts.home, parts.identity.id, self.look, clock, report_s=config.report_s,
             contact_s=config.contact_s, peers=parts.membership.view,
         )
+        self._witness = Witness(self.health, LogClient(client), LogMemory(parts.home, run))
         self._state = "starting"
         self._aborted = False
 
     @property
     def workers(self) -> Sequence[Worker]:
         """The background threads."""
-        return (self._sealer, *self._uploaders, self._leaser, self._watcher, self._reporter)
+        return (self._sealer, *self._uploaders, self._leaser, self._watcher, self._reporter, self._witness)
 
     # -- from outside ------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from protocol.clock import SystemClock
 from protocol.envelope import Envelope
 from protocol.errors import E_NOT_FOUND, E_UNREACHABLE, AssayError, LocalFault, PeerFault, Transient
 from protocol.identity import Identity
+from protocol.log_head import LogHead, origin_of
 from protocol.messages import (
     AuditPolicy,
     BatchRules,
@@ -42,6 +43,7 @@ from protocol.messages import (
 )
 from protocol.rollout import NO_CODE, Finish, Rollout, Segment, prompt_digest
 from protocol.sampler import TAIL, draw, draw_tail, quantise
+from protocol.transparency import EMPTY_ROOT
 from protocol.weights.cache import ChunkCache
 from protocol.weights.chain import publish, sign_head
 from protocol.weights.layout import Layout, State
@@ -137,6 +139,11 @@ class FakeCoordinator:
         self.trouble.setdefault(method, deque()).extend(errors)
 
     # -- what a client offers ----------------------------------------------------------------------------
+
+    def get_bytes(self, path: str, max_bytes: int) -> bytes:
+        """The head of a log in which nothing happened yet."""
+        assert path == "/v1/log/head"
+        return LogHead(origin_of(RUN_ID), 0, EMPTY_ROOT).sign(COORDINATOR).encode()
 
     def _called(self, method: str) -> None:
         if self.trouble.get(method):
