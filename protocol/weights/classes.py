@@ -21,10 +21,10 @@ from protocol.weights.tokens import tokens_of
 
 #: Most classes of a segment: their counters fit two 64-bit registers, one byte each.
 MAX_CLASSES: Final = 16
-#: Estimated cost of one more class, in bits: its record, two streams, two tables of an entropy coder.
+#: Estimated cost of one more class, in bits: its record, three streams, two tables of an entropy coder.
 _CLASS_BITS: Final = 8 * 80
 #: Step magnitudes told apart when classes are chosen.
-_MAGNITUDES: Final = 16
+_MAGNITUDES: Final = 64
 #: Words per block of a sample, and how many blocks one sampled block stands for.
 _SAMPLE_BLOCK, _SAMPLE_EVERY = 2048, 32
 #: Fewest words for which sampling is exact enough.
@@ -79,13 +79,13 @@ def scan(old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]], firsts: NDArr
     return Changes(firsts, populations, counts, np.concatenate(gaps), np.concatenate(folded))
 
 
-def find(old: Sequence[NDArray[Any]], changes: Changes) -> list[tuple[NDArray[np.uint32], NDArray[Any]]] | None:
-    """For each piece of ``old`` the indices that change, in any order, and the words they change to.
+def apply(pieces: Sequence[NDArray[Any]], changes: Changes) -> list[tuple[NDArray[np.uint32], NDArray[Any]]] | None:
+    """Make the changes in ``pieces``, in place; for each the indices that changed, in any order, and the old words.
 
-    None when the populations are not those of ``old``: the changes are for another state. The ranks that ``gaps``
-    stand for must lie within the populations.
+    None, and nothing is changed, when the populations are not those of ``pieces``: the changes are for another state.
+    The ranks that ``gaps`` stand for must lie within the populations.
     """
-    before = np.concatenate(old)
+    before = np.concatenate(pieces)
     classes = table_of(changes.firsts)[keys_of(before)]
     if (np.bincount(classes, minlength=len(changes.firsts)) != changes.populations).any():
         return None
@@ -96,12 +96,14 @@ def find(old: Sequence[NDArray[Any]], changes: Changes) -> list[tuple[NDArray[np
         where[part] = np.flatnonzero(classes == c)[np.cumsum(changes.gaps[part] + np.int64(1)) - 1]
     order = np.argsort(where)
     where, words = where[order], steps.unfold(before[where], changes.folded)[order]
-    borders = np.cumsum([0, *map(len, old)])
+    borders = np.cumsum([0, *map(len, pieces)])
     cuts = np.searchsorted(where, borders)
-    return [
-        ((where[lo:hi] - start).astype(np.uint32), words[lo:hi])
-        for start, lo, hi in zip(borders[:-1], cuts[:-1], cuts[1:], strict=True)
-    ]
+    done: list[tuple[NDArray[np.uint32], NDArray[Any]]] = []
+    for piece, start, lo, hi in zip(pieces, borders[:-1], cuts[:-1], cuts[1:], strict=True):
+        at = (where[lo:hi] - start).astype(np.uint32)
+        done.append((at, piece[at]))
+        piece[at] = words[lo:hi]
+    return done
 
 
 # -- choosing classes ------------------------------------------------------------------------------------

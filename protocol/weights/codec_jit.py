@@ -201,16 +201,16 @@ def scan_piece(
 
 
 @_kernel(*(
-    int64(_of(w), uint64, _of(uint8), _of(uint32), _of(w), int64[::1], int64[::1], _of(int64),
+    int64(w[::1], uint64, _of(uint8), _of(uint32), _of(w), int64[::1], int64[::1], _of(int64),
           int64[::1], uint32[::1], w[::1])
     for w in (uint16, uint32)
 ))
-def find_piece(
-    old: NDArray[Any], top: np.uint64, firsts_C: NDArray[np.uint8],
+def apply_piece(
+    live: NDArray[Any], top: np.uint64, firsts_C: NDArray[np.uint8],
     gaps: NDArray[np.uint32], folded: NDArray[Any], left_C: NDArray[np.int64], next_C: NDArray[np.int64],
-    end_C: NDArray[np.int64], populations_C: NDArray[np.int64], where: NDArray[np.uint32], words: NDArray[Any],
+    end_C: NDArray[np.int64], populations_C: NDArray[np.int64], where: NDArray[np.uint32], old: NDArray[Any],
 ) -> int:
-    """Write index and new word of each change in one piece; how many there are.
+    """Make the changes in one piece, in place, and write down index and old word of each; how many there are.
 
     A class's next change is number ``next_C`` of ``gaps`` and ``folded``, until ``end_C``; ``left_C`` more of its
     words stay before it. ``populations_C`` counts on.
@@ -219,9 +219,9 @@ def find_piece(
     eights = np.empty(_BLOCK // 8, np.uint64)
     marks_B = eights.view(np.uint8)
     wide, low, high = top > _WIDE, _U0, _U0
-    for start in range(0, len(old), _BLOCK):
-        size = min(_BLOCK, len(old) - start)
-        _load(old[start : start + size], wide, keys_B)
+    for start in range(0, len(live), _BLOCK):
+        size = min(_BLOCK, len(live) - start)
+        _load(live[start : start + size], wide, keys_B)
         _count(keys_B, size, firsts_C, counts_C)
         for c in range(len(counts_C)):
             populations_C[c] += counts_C[c]
@@ -231,8 +231,8 @@ def find_piece(
                 low, high = _sums(eights, 0), _sums(eights, 8)
             while left < counts_C[c]:
                 i = start + _select(eights, low, high, left)
-                where[n] = np.uint32(i)
-                words[n] = _unfold(np.uint64(old[i]), np.uint64(folded[next_C[c]]), top)
+                where[n], old[n] = np.uint32(i), live[i]
+                live[i] = _unfold(np.uint64(live[i]), np.uint64(folded[next_C[c]]), top)
                 n += 1
                 next_C[c] += 1
                 left = left + 1 + np.int64(gaps[next_C[c]]) if next_C[c] < end_C[c] else _FAR
@@ -268,12 +268,14 @@ def tokenise(values: NDArray[np.uint32], tokens: NDArray[np.uint8]) -> None:
         tokens[i] = np.uint8(np.uint64(16) + (octave << _U1 << _U1) - _U8 + (value >> octave) - np.uint64(4))
 
 
-@_kernel(types.void(_of(uint32), _of(uint8), uint8[::1]))
-def pack(values: NDArray[np.uint32], widths: NDArray[np.uint8], data: NDArray[np.uint8]) -> None:
-    """Bits of each number, one after the other (see ``tokens.pack_bits``)."""
+@_kernel(types.void(_of(uint32), _of(uint8), _of(uint8), uint8[::1]))
+def pack_extras(
+    values: NDArray[np.uint32], tokens: NDArray[np.uint8], extra_bits: NDArray[np.uint8], data: NDArray[np.uint8]
+) -> None:
+    """Extra bits of each number, one after the other (see ``tokens.pack_extras``)."""
     held, count, at = _U0, _U0, 0
     for i in range(len(values)):
-        width = np.uint64(widths[i])
+        width = np.uint64(extra_bits[tokens[i]])
         held |= (np.uint64(values[i]) & ((_U1 << width) - _U1)) << count
         count += width
         while count >= _U8:
@@ -285,17 +287,20 @@ def pack(values: NDArray[np.uint32], widths: NDArray[np.uint8], data: NDArray[np
         data[at] = np.uint8(held & _U255)
 
 
-@_kernel(types.void(_of(uint8), _of(uint8), uint32[::1]))
-def unpack(data: NDArray[np.uint8], widths: NDArray[np.uint8], values: NDArray[np.uint32]) -> None:
-    """Inverse of :func:`pack`."""
+@_kernel(types.void(_of(uint8), _of(uint8), _of(uint8), _of(uint32), uint32[::1]))
+def numbers(
+    tokens: NDArray[np.uint8], data: NDArray[np.uint8], extra_bits: NDArray[np.uint8], bases: NDArray[np.uint32],
+    values: NDArray[np.uint32],
+) -> None:
+    """The number of each token and its extra bits (see ``tokens.numbers_of``)."""
     held, count, at = _U0, _U0, 0
-    for i in range(len(widths)):
-        width = np.uint64(widths[i])
+    for i in range(len(tokens)):
+        width = np.uint64(extra_bits[tokens[i]])
         while count < width:
             held |= np.uint64(data[at]) << count
             count += _U8
             at += 1
-        values[i] = np.uint32(held & ((_U1 << width) - _U1))
+        values[i] = np.uint32(np.uint64(bases[tokens[i]]) + (held & ((_U1 << width) - _U1)))
         held >>= width
         count -= width
 

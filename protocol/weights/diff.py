@@ -37,7 +37,7 @@ from protocol.weights.layout import Layout, Piece, State, check_state, flat
 from protocol.weights.streams import E_CHUNK, Coder
 
 #: State bytes of one segment of a diff: enough for its tables to cost little, few enough to keep all cores busy.
-DIFF_SEGMENT_BYTES: Final = 16 * 2**20
+DIFF_SEGMENT_BYTES: Final = 32 * 2**20
 #: State bytes of one segment of an anchor; also the smallest range a diff is cut to when it comes out large.
 ANCHOR_SEGMENT_BYTES: Final = 4 * 2**20
 #: A segment larger than this share of its state is measured against FULL.
@@ -300,39 +300,41 @@ def _open_all(
 
 
 def _write_segment(layout: Layout, state: State, segment: Segment, undo: Undo) -> None:
-    """Write one segment, recording old words before each write."""
+    """Write one segment, recording old words before anything else can fail."""
     if segment.words is None:
         return
     pieces = list(layout.pieces(segment.start, segment.end))
-    for piece, (where, words) in zip(pieces, _writes(state, segment, pieces), strict=True):
-        if not isinstance(where, slice) and not len(where):
-            continue
-        target = state[piece.entry.name].reshape(-1)
-        undo.writes.append((piece.entry.name, where, target[where].copy()))
-        target[where] = words
-
-
-def _writes(
-    state: State, segment: Segment, pieces: Sequence[Piece]
-) -> list[tuple[NDArray[Any] | slice, NDArray[Any]]]:
-    """For each piece the places of its tensor that are written, and the new words; nothing is written yet."""
-    assert segment.words is not None
     if segment.changes is not None:
-        found = kernels.find([flat(state, piece) for piece in pieces], segment.changes)
-        if found is None:
+        done = kernels.apply([flat(state, piece) for piece in pieces], segment.changes)
+        if done is None:
             raise PeerFault(E_CHUNK, "the diff is for another state", hint="its exponent classes do not fit this one")
-        return [(_shift(where, piece), words) for piece, (where, words) in zip(pieces, found, strict=True)]
-    writes: list[tuple[NDArray[Any] | slice, NDArray[Any]]] = []
+        undo.writes += [
+            (piece.entry.name, _shift(where, piece), old)
+            for piece, (where, old) in zip(pieces, done, strict=True) if len(where)
+        ]
+        return
     for piece in pieces:
-        size = piece.hi - piece.lo
-        if segment.positions is None:
-            writes.append((slice(piece.lo, piece.hi), segment.words[piece.at : piece.at + size]))
-            continue
+        _write_piece(state, segment, piece, undo)
+
+
+def _write_piece(state: State, segment: Segment, piece: Piece, undo: Undo) -> None:
+    """Write the part of a FULL or GAP segment that lies in one tensor."""
+    assert segment.words is not None
+    target = state[piece.entry.name].reshape(-1)
+    size = piece.hi - piece.lo
+    where: NDArray[Any] | slice
+    if segment.positions is None:
+        where, words = slice(piece.lo, piece.hi), segment.words[piece.at : piece.at + size]
+        old = target[where].copy()
+    else:
         lo, hi = np.searchsorted(segment.positions, (piece.at, piece.at + size))
-        where = segment.positions[lo:hi] - segment.positions.dtype.type(piece.at)
-        words = steps.unfold(flat(state, piece)[where], segment.words[lo:hi])
-        writes.append((_shift(where, piece), words))
-    return writes
+        if lo == hi:
+            return
+        where = _shift(segment.positions[lo:hi] - segment.positions.dtype.type(piece.at), piece)
+        old = target[where]
+        words = steps.unfold(old, segment.words[lo:hi])
+    undo.writes.append((piece.entry.name, where, old))
+    target[where] = words
 
 
 def _shift(where: NDArray[np.uint32], piece: Piece) -> NDArray[Any]:

@@ -46,28 +46,30 @@ def scan(old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]], firsts: NDArr
     return Changes(firsts, populations, counts, sorted_gaps, sorted_folded)
 
 
-def find(old: Sequence[NDArray[Any]], changes: Changes) -> list[tuple[NDArray[np.uint32], NDArray[Any]]] | None:
-    """See :func:`classes.find`."""
+def apply(pieces: Sequence[NDArray[Any]], changes: Changes) -> list[tuple[NDArray[np.uint32], NDArray[Any]]] | None:
+    """See :func:`classes.apply`."""
     kernel = compiled()
-    if kernel is None:
-        return classes.find(old, changes)
+    if kernel is None or not all(piece.flags.aligned for piece in pieces):
+        return classes.apply(pieces, changes)
     words, count = changes.folded.dtype, len(changes.gaps)
-    where, new = np.empty(count, np.uint32), np.empty(count, words)
+    where, old = np.empty(count, np.uint32), np.empty(count, words)
     ends = np.cumsum(changes.counts)
     following = ends - changes.counts
     left = np.full(len(ends), 2**62, np.int64)
     left[changes.counts > 0] = changes.gaps[following[changes.counts > 0]]
     populations = np.zeros(len(ends), np.int64)
-    found: list[tuple[NDArray[np.uint32], NDArray[Any]]] = []
+    state = changes.firsts, changes.gaps, changes.folded, left, following, ends, populations
+    done: list[tuple[NDArray[np.uint32], NDArray[Any]]] = []
     at = 0
-    for piece in old:
-        n = kernel.find_piece(
-            _aligned(piece), _top(words), changes.firsts, changes.gaps, changes.folded, left, following,
-            ends, populations, where[at:], new[at:],
-        )
-        found.append((where[at : at + n], new[at : at + n]))
+    for piece in pieces:
+        n = kernel.apply_piece(piece, _top(words), *state, where[at:], old[at:])
+        done.append((where[at : at + n], old[at : at + n]))
         at += n
-    return found if (populations == changes.populations).all() else None
+    if (populations == changes.populations).all():
+        return done
+    for piece, (places, before) in zip(pieces, done, strict=True):
+        piece[places] = before
+    return None
 
 
 def tokens_of(values: NDArray[np.uint32]) -> NDArray[np.uint8]:
@@ -80,23 +82,23 @@ def tokens_of(values: NDArray[np.uint32]) -> NDArray[np.uint8]:
     return found
 
 
-def pack_bits(values: NDArray[np.uint32], widths: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """See :func:`tokens.pack_bits`."""
+def pack_extras(values: NDArray[np.uint32], named: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """See :func:`tokens.pack_extras`."""
     kernel = compiled()
     if kernel is None:
-        return tokens.pack_bits(values, widths)
-    data = np.zeros(-(-int(widths.sum(dtype=np.int64)) // 8), np.uint8)
-    kernel.pack(values, widths, data)
+        return tokens.pack_extras(values, named)
+    data = np.zeros(tokens.extra_bytes(named)[0], np.uint8)
+    kernel.pack_extras(values, named, tokens.EXTRA_BITS, data)
     return data
 
 
-def unpack_bits(data: NDArray[np.uint8], widths: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """See :func:`tokens.unpack_bits`."""
+def numbers_of(named: NDArray[np.uint8], data: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """See :func:`tokens.numbers_of`."""
     kernel = compiled()
     if kernel is None:
-        return tokens.unpack_bits(data, widths)
-    values = np.empty(len(widths), np.uint32)
-    kernel.unpack(data, widths, values)
+        return tokens.numbers_of(named, data)
+    values = np.empty(len(named), np.uint32)
+    kernel.numbers(named, data, tokens.EXTRA_BITS, tokens.BASES, values)
     return values
 
 

@@ -123,7 +123,7 @@ def take_raw_stream(cursor: Cursor) -> NDArray[np.uint8]:
     """
     coder, size = cursor.unpack(_STREAM)
     if coder != Coder.RAW:
-        raise PeerFault(E_CHUNK, "a stream of verbatim bits is coded", expected=int(Coder.RAW), got=coder)
+        raise PeerFault(E_CHUNK, "a stream of extra bits is coded", expected=int(Coder.RAW), got=coder)
     return np.frombuffer(cursor.take(size), np.uint8)
 
 

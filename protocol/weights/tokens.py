@@ -32,20 +32,28 @@ def tokens_of(values: NDArray[np.uint32]) -> NDArray[np.uint8]:
     return np.where(values < LITERALS, values, LITERALS + 4 * (leading - 4) + quarters).astype(np.uint8)
 
 
-def pack_bits(values: NDArray[np.uint32], widths: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The lowest ``widths[i]`` (at most 32) bits of each number, lowest bit first, padded with zeros to whole bytes."""
+def extra_bytes(tokens: NDArray[np.uint8]) -> tuple[int, int]:
+    """How many bytes hold the extra bits of these tokens, and how many bits of the last are padding."""
+    bits = int(np.bincount(tokens, minlength=256) @ EXTRA_BITS.astype(np.int64))
+    return -(-bits // 8), -bits % 8
+
+
+def pack_extras(values: NDArray[np.uint32], tokens: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Extra bits of numbers with these tokens, lowest bit first, padded with zeros to whole bytes."""
+    widths = EXTRA_BITS[tokens]
     shifts, _ = _spread(widths)
     bits = np.repeat(values, widths) >> shifts & np.uint32(1)
     return np.packbits(bits.astype(np.uint8), bitorder="little")
 
 
-def unpack_bits(data: NDArray[np.uint8], widths: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Inverse of :func:`pack_bits`; ``data`` holds at least as many bits as the widths add up to."""
+def numbers_of(tokens: NDArray[np.uint8], data: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """The numbers; inverse of :func:`tokens_of` and :func:`pack_extras`. ``data`` holds all extra bits."""
+    widths = EXTRA_BITS[tokens]
     shifts, ends = _spread(widths)
     bits = np.unpackbits(data, count=len(shifts), bitorder="little").astype(np.uint64) << shifts
     totals = np.concatenate([np.zeros(1, np.uint64), np.cumsum(bits, dtype=np.uint64)])
-    values: NDArray[np.uint32] = (totals[ends] - totals[ends - widths]).astype(np.uint32)
-    return values
+    numbers: NDArray[np.uint32] = BASES[tokens] + (totals[ends] - totals[ends - widths]).astype(np.uint32)
+    return numbers
 
 
 def _spread(widths: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[np.int64]]:

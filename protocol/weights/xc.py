@@ -1,4 +1,4 @@
-"""The body of an XC segment: a record per class, token streams of gaps and magnitudes, and one string of verbatim bits.
+"""The body of an XC segment: a record and three streams per class, and the extra bits of all tokens.
 
 Spec: ``docs/spec/weight-diff.md``, "Exponent classes".
 """
@@ -24,7 +24,9 @@ from protocol.weights.streams import (
     encode_stream,
     take_raw_stream,
 )
-from protocol.weights.tokens import BASES, EXTRA_BITS, MAX_TOKENS
+from protocol.weights.tokens import MAX_TOKENS, extra_bytes
+
+_Bytes = NDArray[np.uint8]
 
 _CLASS: Final = struct.Struct("<BII")
 
@@ -39,8 +41,8 @@ class Classes:
 
     @property
     def streams(self) -> int:
-        """How many streams follow: two per class with changes, and the verbatim bits."""
-        return 2 * int(np.count_nonzero(self.counts)) + 1
+        """How many streams follow: three per class with changes, and the extra bits."""
+        return 3 * int(np.count_nonzero(self.counts)) + 1
 
 
 def encode_body(changes: Changes, entropy: Coder = Coder.ZSTD) -> bytes:
@@ -50,14 +52,16 @@ def encode_body(changes: Changes, entropy: Coder = Coder.ZSTD) -> bytes:
         for numbers in zip(changes.firsts, changes.populations, changes.counts, strict=True)
     ]
     magnitudes = (changes.folded >> 1).astype(np.uint32)
-    away = (changes.folded & 1).astype(np.uint32)
+    away = (changes.folded & 1).astype(np.uint8)
     gap_tokens, magnitude_tokens = kernels.tokens_of(changes.gaps), kernels.tokens_of(magnitudes)
     for lo, hi in _ranges(changes.counts):
-        parts += [encode_stream(column[lo:hi].tobytes(), entropy) for column in (gap_tokens, magnitude_tokens)]
-    bits = kernels.pack_bits(
-        np.concatenate([changes.gaps, magnitudes, away]), _widths(gap_tokens, magnitude_tokens)
+        directions = np.packbits(away[lo:hi], bitorder="little")
+        for column in (gap_tokens[lo:hi], magnitude_tokens[lo:hi], directions):
+            parts.append(encode_stream(column.tobytes(), entropy))
+    extras = kernels.pack_extras(
+        np.concatenate([changes.gaps, magnitudes]), np.concatenate([gap_tokens, magnitude_tokens])
     )
-    return b"".join([*parts, encode_raw_stream(bits.tobytes())])
+    return b"".join([*parts, encode_raw_stream(extras.tobytes())])
 
 
 def read_classes(cursor: Cursor, classes: int, count: int, population: int) -> Classes:
@@ -84,17 +88,17 @@ def decode_body(cursor: Cursor, classes: Classes, words: np.dtype[Any]) -> Chang
     Raises:
         PeerFault: ``E_CHUNK``.
     """
-    columns: tuple[list[NDArray[np.uint8]], list[NDArray[np.uint8]]] = ([], [])
+    gap_tokens, magnitude_tokens, directions = list[_Bytes](), list[_Bytes](), list[_Bytes]()
     for lo, hi in _ranges(classes.counts):
-        for column in columns:
-            column.append(decode_stream(cursor, hi - lo))
-    tokens = np.concatenate([part for column in columns for part in column])
+        gap_tokens.append(decode_stream(cursor, hi - lo))
+        magnitude_tokens.append(decode_stream(cursor, hi - lo))
+        directions.append(_read_directions(cursor, hi - lo))
+    tokens = np.concatenate([*gap_tokens, *magnitude_tokens])
     if int(tokens.max()) >= MAX_TOKENS:
         raise PeerFault(E_CHUNK, "unknown token", expected=f"< {MAX_TOKENS}", got=int(tokens.max()))
-    count = len(tokens) // 2
-    numbers = _read_bits(cursor, _widths(tokens[:count], tokens[count:]))
-    numbers[: 2 * count] += BASES[tokens]
-    gaps, magnitudes, away = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
+    numbers = kernels.numbers_of(tokens, _read_extras(cursor, tokens))
+    gaps, magnitudes = numbers[: len(tokens) // 2], numbers[len(tokens) // 2 :]
+    away = np.concatenate(directions)
     last = 2 ** (8 * words.itemsize - 1) - 1
     if (magnitudes > last).any() or (away[magnitudes == last] == 1).any():
         raise PeerFault(E_CHUNK, "a step of zero, or of more than half a circle", expected=f"< {last}")
@@ -114,18 +118,24 @@ def _ranges(counts: NDArray[np.int64]) -> list[tuple[int, int]]:
     return [(int(hi - n), int(hi)) for hi, n in zip(ends, counts, strict=True) if n]
 
 
-def _widths(gap_tokens: NDArray[np.uint8], magnitude_tokens: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Verbatim bits of all gaps, then of all magnitudes, then one for each direction."""
-    directions = np.ones(len(gap_tokens), np.uint8)
-    return np.concatenate([EXTRA_BITS[gap_tokens], EXTRA_BITS[magnitude_tokens], directions])
+def _read_directions(cursor: Cursor, count: int) -> _Bytes:
+    """(count,) 1 for each step away from zero, from the bits of the next stream."""
+    data = decode_stream(cursor, -(-count // 8))
+    _check_padding(data, -count % 8)
+    return np.unpackbits(data, count=count, bitorder="little")
 
 
-def _read_bits(cursor: Cursor, widths: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Numbers of the given widths from the next stream, which holds nothing else."""
+def _read_extras(cursor: Cursor, tokens: _Bytes) -> _Bytes:
+    """The extra bits of ``tokens`` from the next stream, which holds nothing else."""
     data = take_raw_stream(cursor)
-    bits = int(widths.sum(dtype=np.int64))
-    if len(data) != -(-bits // 8):
-        raise PeerFault(E_CHUNK, "wrong number of verbatim bits", expected=f"{-(-bits // 8)} bytes", got=len(data))
-    if bits % 8 and data[-1] >> (bits % 8):
-        raise PeerFault(E_CHUNK, "padding bits are set", expected=0, got=int(data[-1]))
-    return kernels.unpack_bits(data, widths)
+    size, padding = extra_bytes(tokens)
+    if len(data) != size:
+        raise PeerFault(E_CHUNK, "wrong number of extra bits", expected=f"{size} bytes", got=len(data))
+    _check_padding(data, padding)
+    return data
+
+
+def _check_padding(data: _Bytes, bits: int) -> None:
+    """Refuse a last byte whose upper ``bits`` are not zero."""
+    if bits and int(data[-1]) >> (8 - bits):
+        raise PeerFault(E_CHUNK, "padding bits are set", expected=0, got=int(data[-1]) >> (8 - bits))

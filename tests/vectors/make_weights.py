@@ -180,16 +180,16 @@ def bad_diffs() -> None:
         return struct.pack("<BI", coder, len(data)) + data
 
     def xc(
-        classes: list[tuple[int, int, int]], gaps: bytes = b"\0\0", magnitudes: bytes = b"\0\0", bits: bytes = b"\0",
-        bits_coder: int = 0,
+        classes: list[tuple[int, int, int]], gaps: bytes = b"\0\0", magnitudes: bytes = b"\0\0", away: bytes = b"\0",
+        extras: bytes = b"", extras_coder: int = 0,
     ) -> bytes:
         """Two changes among four words; classes are (first key, population, changes)."""
         body, at = b"".join(struct.pack("<BII", *record) for record in classes), 0
         for _, _, count in classes:
             if count:
-                body += stream(gaps[at : at + count]) + stream(magnitudes[at : at + count])
+                body += stream(gaps[at : at + count]) + stream(magnitudes[at : at + count]) + stream(away)
                 at += count
-        return chunk(segment(0, 8, 3, 2, (len(classes), 0), 2) + body + stream(bits, bits_coder))
+        return chunk(segment(0, 8, 3, 2, (len(classes), 0), 2) + body + stream(extras, extras_coder))
 
     pack = zstandard.ZstdCompressor().compress
     gap = segment(0, 8, 2, 2, (1, 1), 2)
@@ -227,10 +227,13 @@ def bad_diffs() -> None:
         "classes-counts": ([xc([(0, 4, 1)])], "E_CHUNK"),
         "classes-gap-leads-out": ([xc([(0, 3, 2), (128, 1, 0)], gaps=b"\1\1")], "E_CHUNK"),
         "classes-unknown-token": ([xc([(0, 4, 2)], gaps=b"\0\x80")], "E_CHUNK"),
-        "classes-bits-missing": ([xc([(0, 4, 2)], bits=b"")], "E_CHUNK"),
-        "classes-padding-set": ([xc([(0, 4, 2)], bits=b"\x04")], "E_CHUNK"),
-        "classes-bits-coded": ([xc([(0, 4, 2)], bits_coder=3)], "E_CHUNK"),
-        "classes-step-of-zero": ([xc([(0, 4, 2)], magnitudes=b"\x3f\0", bits=b"\xff\x7f")], "E_CHUNK"),
+        "classes-extras-missing": ([xc([(0, 4, 2)], gaps=b"\x10\0")], "E_CHUNK"),
+        "classes-extras-padding": ([xc([(0, 4, 2)], gaps=b"\x10\0", extras=b"\4")], "E_CHUNK"),
+        "classes-extras-coded": ([xc([(0, 4, 2)], extras_coder=3)], "E_CHUNK"),
+        "classes-directions-padding": ([xc([(0, 4, 2)], away=b"\4")], "E_CHUNK"),
+        "classes-step-of-zero": (
+            [xc([(0, 4, 2)], magnitudes=b"\x3b\0", away=b"\1", extras=b"\xff\x0f")], "E_CHUNK"
+        ),
         "classes-of-another-state": ([xc([(0, 2, 1), (128, 2, 1)])], "E_CHUNK"),
     }
     layout = Layout.of({"w": ("BF16", (2, 2))})

@@ -56,16 +56,16 @@ def classes(*records: tuple[int, int, int]) -> bytes:
 
 
 def xc2(
-    *records: tuple[int, int, int], gaps: bytes = b"\0\0", magnitudes: bytes = b"\0\0", bits: bytes = b"\0",
-    bits_coder: int = 0,
+    *records: tuple[int, int, int], gaps: bytes = b"\0\0", magnitudes: bytes = b"\0\0", away: bytes = b"\0",
+    extras: bytes = b"", extras_coder: int = 0,
 ) -> bytes:
     """A chunk with two changes among the 100 words of TINY, both in one class or in two."""
     at, streams = 0, []
     for _, _, count in records:
         if count:
-            streams += [stream(gaps[at : at + count]), stream(magnitudes[at : at + count])]
+            streams += [stream(gaps[at : at + count]), stream(magnitudes[at : at + count]), stream(away)]
             at += count
-    body = segment(0, 200, 3, 2, (len(records), 0), 2, classes(*records), *streams, stream(bits, bits_coder))
+    body = segment(0, 200, 3, 2, (len(records), 0), 2, classes(*records), *streams, stream(extras, extras_coder))
     return chunk(body)
 
 
@@ -136,12 +136,14 @@ BAD = {
     "gap out of the class": (xc2((0, 3, 2), (128, 97, 0), gaps=b"\1\1"), "out of the class"),
     "unknown gap token": (xc2((0, 100, 2), gaps=b"\0\x80"), "unknown token"),
     "unknown magnitude token": (xc2((0, 100, 2), magnitudes=b"\xff\0"), "unknown token"),
-    "extra bits missing": (xc2((0, 100, 2), gaps=b"\x2b\0"), "verbatim bits"),
-    "extra bits left over": (xc2((0, 100, 2), bits=b"\0\0"), "verbatim bits"),
-    "padding set": (xc2((0, 100, 2), bits=b"\x07"), "padding"),
-    "bits coded": (xc2((0, 100, 2), bits=b"\x03", bits_coder=3), "verbatim bits is coded"),
-    "step beyond half a circle": (xc2((0, 100, 2), magnitudes=b"\x40\0", bits=bytes(2)), "step of zero"),
-    "xc step of zero": (xc2((0, 100, 2), magnitudes=b"\x3f\0", bits=b"\xff\x7f"), "step of zero"),
+    "extra bits missing": (xc2((0, 100, 2), gaps=b"\x2b\0"), "extra bits"),
+    "extra bits left over": (xc2((0, 100, 2), extras=b"\0"), "extra bits"),
+    "padding of extras set": (xc2((0, 100, 2), gaps=b"\x10\0", extras=b"\x04"), "padding"),
+    "extras coded": (xc2((0, 100, 2), extras=b"\0", extras_coder=3), "extra bits is coded"),
+    "padding of directions set": (xc2((0, 100, 2), away=b"\x04"), "padding"),
+    "directions too long": (xc2((0, 100, 2), away=b"\0\0"), "raw stream"),
+    "step beyond half a circle": (xc2((0, 100, 2), magnitudes=b"\x40\0", extras=bytes(2)), "step of zero"),
+    "xc step of zero": (xc2((0, 100, 2), magnitudes=b"\x3b\0", away=b"\1", extras=b"\xff\x0f"), "step of zero"),
     "two zstd frames": (
         chunk(segment(*GAP2, stream(2 * zstandard.ZstdCompressor().compress(bytes(2)), 1), _TWO)), "not one zstd frame"
     ),
@@ -174,8 +176,8 @@ def test_exponent_classes_by_hand() -> None:
     old = {"a": np.array([0x3F80, 0x3A80] * 5, "<u2")}
     records = classes((0, 5, 2), (120, 5, 1))
     body = segment(
-        0, 20, 3, 2, (2, 0), 3, records, stream(b"\2\1"), stream(b"\0\1"), stream(b"\1"), stream(b"\x10"),
-        stream(b"\x11"),
+        0, 20, 3, 2, (2, 0), 3, records, stream(b"\2\1"), stream(b"\0\1"), stream(b"\0"), stream(b"\1"),
+        stream(b"\x10"), stream(b"\1"), stream(b"\1"),
     )
     assert struct.unpack("<I", body[20:24]) == (3,)
     new = {"a": old["a"].copy()}

@@ -43,15 +43,14 @@ def test_kernels_agree_with_numpy(rng: np.random.Generator, words: str, density:
         changes = classes.scan(old, new, firsts)
         _same(changes, kernels.scan(old, new, firsts))
         assert changes.populations.sum() == sum(_LENGTHS)
-        found, compiled = classes.find(old, changes), kernels.find(old, changes)
-        assert found is not None
-        assert compiled is not None
-        for before, after, (where, values), (where_2, values_2) in zip(old, new, found, compiled, strict=True):
-            assert where.dtype == where_2.dtype
-            order = np.argsort(where_2)
-            where_2, values_2 = where_2[order], values_2[order]
-            assert where.tolist() == where_2.tolist() == np.flatnonzero(before != after).tolist()
-            assert values.tolist() == values_2.tolist() == after[where].tolist()
+        for apply in (classes.apply, kernels.apply):
+            live = [piece.copy() for piece in old]
+            done = apply(live, changes)
+            assert done is not None
+            for before, after, now, (where, values) in zip(old, new, live, done, strict=True):
+                assert now.tolist() == after.tolist()
+                assert sorted(where.tolist()) == np.flatnonzero(before != after).tolist()
+                assert values.tolist() == before[where].tolist()
 
 
 def test_changes_of_another_state_are_noticed(rng: np.random.Generator) -> None:
@@ -59,9 +58,11 @@ def test_changes_of_another_state_are_noticed(rng: np.random.Generator) -> None:
     changes = classes.scan(old, new, np.array([0, 100, 200], np.uint8))
     other = [piece.copy() for piece in old]
     other[0][3] ^= np.uint16(0x4000)
-    for find in (classes.find, kernels.find):
-        assert find(old, changes) is not None
-        assert find(other, changes) is None
+    for apply in (classes.apply, kernels.apply):
+        assert apply([piece.copy() for piece in old], changes) is not None
+        live = [piece.copy() for piece in other]
+        assert apply(live, changes) is None
+        assert all((piece == before).all() for piece, before in zip(live, other, strict=True))
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -102,12 +103,12 @@ _NUMBERS = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**32 - 1)), ma
 def test_tokens_and_bits_hold_every_number(numbers: list[int]) -> None:
     values = np.array(numbers, np.uint32)
     named = tokens.tokens_of(values)
-    widths = tokens.EXTRA_BITS[named]
-    packed = tokens.pack_bits(values, widths)
+    packed = tokens.pack_extras(values, named)
+    assert len(packed) == tokens.extra_bytes(named)[0]
     assert (kernels.tokens_of(values) == named).all()
-    assert (kernels.pack_bits(values, widths) == packed).all()
-    for unpack in (tokens.unpack_bits, kernels.unpack_bits):
-        assert (tokens.BASES[named] + unpack(packed, widths) == values).all()
+    assert (kernels.pack_extras(values, named) == packed).all()
+    for numbers_of in (tokens.numbers_of, kernels.numbers_of):
+        assert (numbers_of(named, packed) == values).all()
     assert (named < tokens.MAX_TOKENS).all()
 
 
