@@ -56,8 +56,8 @@ def encode_body(changes: Changes, entropy: Coder = Coder.ZSTD) -> bytes:
     gap_tokens, magnitude_tokens = kernels.tokens_of(changes.gaps), kernels.tokens_of(magnitudes)
     for lo, hi in _ranges(changes.counts):
         directions = np.packbits(away[lo:hi], bitorder="little")
-        for column in (gap_tokens[lo:hi], magnitude_tokens[lo:hi], directions):
-            parts.append(encode_stream(column.tobytes(), entropy))
+        columns = gap_tokens[lo:hi], magnitude_tokens[lo:hi], directions
+        parts += [encode_stream(column.tobytes(), entropy) for column in columns]
     extras = kernels.pack_extras(
         np.concatenate([changes.gaps, magnitudes]), np.concatenate([gap_tokens, magnitude_tokens])
     )
