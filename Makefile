@@ -57,11 +57,12 @@ check: $(STAMP) ## Lint, types, generated pages, then all tests.
 format: $(STAMP) ## Mend what ruff can mend.
 	$(BIN)/ruff check --fix .
 
-lock: ## Resolve pyproject.toml anew and write requirements.lock.
+lock: ## Resolve pyproject.toml anew and write requirements.lock (builds one package: needs gcc and libgmp-dev).
 	rm -rf $(VENV).lock && $(PYTHON) -m venv $(VENV).lock
-	$(VENV).lock/bin/pip install --quiet ".[s3,postgres,smollm2,plots,dev]" "setuptools>=77" "torch==2.13.0"
+	$(VENV).lock/bin/pip install --quiet ".[s3,postgres,smollm2,plots,swarm,dev]" "setuptools>=77" "torch==2.13.0"
 	{ echo "# Exact versions of everything .venv holds; written by 'make lock'."; \
-	  $(VENV).lock/bin/pip freeze --all --exclude assay-rl --exclude pip | sed -E 's/\+cpu$$//'; } > requirements.lock
+	  $(VENV).lock/bin/pip freeze --all --exclude assay-rl --exclude pip --exclude libp2p \
+	    | sed -E 's/\+cpu$$//; s/^fastecdsa==2.3.2$$/fastecdsa==4.0.0/'; } > requirements.lock
 	rm -rf $(VENV).lock
 
 clean: ## Remove .venv, caches and demo runs.
