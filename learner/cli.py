@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from enum import StrEnum
@@ -58,19 +59,38 @@ def run(
         LearnerConfig, config, "ASSAY_LEARNER_", dict(parse_assignment(text) for text in assignments or [])
     )
     places, clock, stop = Places(coordinator, key, root, store, model, work), SystemClock(), threading.Event()
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if rank > 0:
+        if not dry_run:
+            _serve_rank(model, settings, log, rank)
+        return
     with CoordinatorClient(coordinator, Identity.load(key), clock=clock) as client:
         manifest = open_run(client, root, clock.now_ms())
         learner_key(client, manifest)
         if dry_run:
-            _print_plan(model, settings, provenance, manifest)
+            _print_plan(model, settings, provenance, manifest, size)
             return
         setup_logging(log)
         _stop_on_signals(stop)
-        from learner.assembly import assemble
+        from learner.assembly import assemble, joined
 
-        learner = assemble(places, settings, client, manifest, clock, stop.is_set)
-        outcome = learner.run(max_versions)
+        with joined(settings.process) as ranks:
+            learner = assemble(places, settings, client, manifest, clock, stop.is_set, ranks)
+            outcome = learner.run(max_versions)
+            learner.trainer.close()
     print(f"{outcome} at version {learner.version}")
+
+
+def _serve_rank(model: Path, settings: LearnerConfig, log: Path | None, rank: int) -> None:
+    """Any rank but the first. It ends when the first says so: SIGTERM goes to all of them at once."""
+    from protocol.logs import setup_logging
+
+    setup_logging(log and log.with_name(f"{log.name}.{rank}"))
+    _stop_on_signals(threading.Event())
+    from learner.assembly import joined, serve_rank
+
+    with joined(settings.process) as ranks:
+        serve_rank(model, settings, ranks)
 
 
 @app.command("explain-step", epilog="Example: assay learner explain-step 12 --work learner")
@@ -136,7 +156,8 @@ def init_model_command(
     print(f"{preset.value} model in {out}")
 
 
-def _print_plan(model: Path, settings: LearnerConfig, provenance: dict[str, str], manifest: RunManifest) -> None:
+def _print_plan(model: Path, settings: LearnerConfig, provenance: dict[str, str], manifest: RunManifest,
+                processes: int) -> None:
     from learner.explain import explain_memory, explain_rules
     from learner.places import read_model
     from protocol.config import flatten
@@ -144,7 +165,8 @@ def _print_plan(model: Path, settings: LearnerConfig, provenance: dict[str, str]
     for name, value in flatten(settings.model_dump(mode="json")):
         print(f"{name} = {value}  ({provenance[name]})")
     layout, _ = read_model(model)
-    for line in [*explain_rules(settings, manifest), *explain_memory(settings, layout, manifest.sampling.vocab_size)]:
+    memory = explain_memory(settings, layout, manifest.sampling.vocab_size, processes)
+    for line in [*explain_rules(settings, manifest), *memory]:
         print(line)
 
 

@@ -117,6 +117,8 @@ class BatchConfig(Config):
     """Run a prompt once for several of its completions (block attention mask)."""
     head_chunk_mib: Annotated[int, Field(ge=1, le=4096)] = 32
     """Memory for one chunk of logits in the fused head, in MiB."""
+    compute: Literal["float32", "bfloat16"] = "float32"
+    """Type of the layers' arithmetic; the head, the loss and the masters are float32 always."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass: less memory, about a third more time."""
 
@@ -135,6 +137,10 @@ class PublishConfig(Config):
 class ProcessConfig(Config):
     """What does not change the result of a step."""
 
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the model lives. There is no falling back to another."""
+    rank_timeout_s: Annotated[int, Field(ge=10, le=86_400)] = 600
+    """With several processes: how long one waits for the others before it gives up."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Threads torch may use. A step is bit-reproducible at the same number of threads."""
     poll_ms: Annotated[int, Field(ge=10, le=600_000)] = 500

@@ -114,11 +114,11 @@ def explain_rules(config: LearnerConfig, manifest: RunManifest) -> list[str]:
     return lines
 
 
-def explain_memory(config: LearnerConfig, layout: Layout, vocab: int) -> list[str]:
-    """A rough estimate of the memory a step takes, without activations."""
+def explain_memory(config: LearnerConfig, layout: Layout, vocab: int, processes: int = 1) -> list[str]:
+    """A rough estimate of the memory a step takes in the first process, without activations."""
     weights = sum(entry.nbytes // entry.words.itemsize for entry in layout.entries)
     parts = {
-        "weights, masters, gradients, two moments (fp32)": 5 * 4 * weights,
+        "weights, masters, gradients, two moments (fp32)": 5 * 4 * weights // processes,
         "published states (old and new)": 2 * layout.nbytes,
         "head: logits of a chunk, twice": 2 * config.batch.head_chunk_mib * _MIB,
         "head: gradient of the output matrix": 4 * max(vocab * entry.shape[-1] for entry in layout.entries
@@ -126,4 +126,6 @@ def explain_memory(config: LearnerConfig, layout: Layout, vocab: int) -> list[st
     }
     lines = [f"{name}: {size / _MIB:.0f} MiB" for name, size in parts.items()]
     total = sum(parts.values()) / _MIB
+    if processes > 1:
+        lines.append(f"of {processes} processes, which hold {1 / processes:.0%} of the weights each")
     return [*lines, f"together about {total:.0f} MiB, and activations of {config.batch.max_tokens} tokens"]

@@ -66,6 +66,10 @@ class TokenStats:
     head_kl_N: Tensor  #: KL(q || p) over head entries and tail as a whole, nats
     centring_N: Tensor  #: L1 of the centring coefficients over head or draws
 
+    def to_cpu(self) -> TokenStats:
+        """The same, where metrics are made."""
+        return TokenStats(*(getattr(self, field.name).cpu() for field in fields(self)))
+
     @staticmethod
     def concat(parts: list[TokenStats]) -> TokenStats:
         """All tokens of ``parts`` in order."""

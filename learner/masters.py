@@ -11,6 +11,8 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from learner.parts import rows_of
+from learner.ranks import Ranks, local, whole
 from protocol.errors import LocalFault, code
 from protocol.weights.layout import Entry, Layout, State
 
@@ -25,32 +27,40 @@ _TYPES: Final[dict[str, tuple[torch.dtype, torch.dtype]]] = {
 class Masters:
     """Masters of every tensor of a layout, beside the parameters that compute.
 
-    ``parameters`` and ``tensors`` are in the order of the layout. Tied parameters appear once.
+    ``parameters`` and ``tensors`` are in the order of the layout. Tied parameters appear once. When the model is
+    divided among ``ranks``, ``tensors`` are this rank's rows.
 
     Raises:
         LocalFault: ``E_MODEL_LAYOUT`` when model and layout do not match tensor for tensor.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, state: State):
+    def __init__(self, model: nn.Module, layout: Layout, state: State, ranks: Ranks):
         self.layout = layout
         self.parameters = _match(model, layout)
-        self.tensors = [_value(state, entry).to(torch.float32) for entry in layout.entries]
+        self.tensors = [_rows(_value(state, entry), ranks) for entry in layout.entries]
         self.push()
 
     @torch.no_grad()
     def push(self) -> None:
         """Give the model what is published of the masters."""
         for parameter, master, entry in zip(self.parameters, self.tensors, self.layout.entries, strict=True):
-            parameter.copy_(master.to(_TYPES[entry.dtype][0]))
+            local(parameter).copy_(master.to(_TYPES[entry.dtype][0]))
 
     @torch.no_grad()
     def state(self) -> State:
-        """The masters as published bit patterns: rounded to nearest, ties to even."""
+        """The masters as published bit patterns: rounded to nearest, ties to even. A call that all ranks make."""
         state: State = {}
-        for master, entry in zip(self.tensors, self.layout.entries, strict=True):
+        for parameter, entry in zip(self.parameters, self.layout.entries, strict=True):
             value, bits = _TYPES[entry.dtype]
-            state[entry.name] = master.to(value).contiguous().view(bits).numpy().view(entry.words).copy()
+            rounded = whole(parameter).to("cpu", value).contiguous()  # exact: ``push`` has rounded already
+            state[entry.name] = rounded.view(bits).numpy().view(entry.words).copy()
         return state
+
+
+def _rows(value: Tensor, ranks: Ranks) -> Tensor:
+    """This rank's rows of a whole tensor, as fp32 on the rank's device."""
+    mine = value if ranks.size == 1 else rows_of(value, ranks.rank, ranks.size)
+    return mine.to(ranks.device, torch.float32, copy=True)
 
 
 def _match(model: nn.Module, layout: Layout) -> list[nn.Parameter]:

@@ -10,10 +10,11 @@ Legend: B rows, L row length, N loss tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +38,13 @@ class Microbatch:
     source_N: Tensor  #: int64 flat index into (B, L) of the input that predicts each loss token
     tokens: LossTokens
     sequences: tuple[Sequence, ...]  #: in the order of ``tokens.sequence_N``
+    idle: bool = False  #: there to keep a rank in step with the others; its numbers mean nothing
+
+    def to(self, device: torch.device) -> Microbatch:
+        """The same on ``device``."""
+        if device.type == "cpu":
+            return self
+        return replace(self, **_moved(self, device), tokens=replace(self.tokens, **_moved(self.tokens, device)))
 
 
 @dataclass(frozen=True)
@@ -50,14 +58,49 @@ class _Block:
         return len(self.sequences[0].prompt) + sum(len(s.tokens_T) - 1 for s in self.sequences)
 
 
-def microbatches(batch: Batch, config: BatchConfig) -> Iterator[Microbatch]:
-    """Every sequence of ``batch`` once; each microbatch within ``max_tokens`` unless one sequence alone is longer."""
+def _moved(thing: object, device: torch.device) -> dict[str, Any]:
+    return {name: value.to(device) for name, value in vars(thing).items() if isinstance(value, Tensor)}
+
+
+def microbatches(batch: Batch, config: BatchConfig, rank: int = 0, size: int = 1) -> Iterator[Microbatch]:
+    """The share of ``rank`` of ``size``; over all ranks every sequence of ``batch`` once.
+
+    A pure function of its arguments. Each microbatch is within the budget unless one sequence alone is longer. All
+    ranks get equally many: the last round is filled up with idle ones.
+    """
+    layouts = _layouts(batch, config, _budget(batch, config, size))
+    for start in range(0, len(layouts), size):
+        yield layouts[start + rank]() if start + rank < len(layouts) else _idle(batch)
+
+
+def _layouts(batch: Batch, config: BatchConfig, budget: int) -> list[Callable[[], Microbatch]]:
+    """Every microbatch of the batch, not laid out yet."""
     if config.share_prompts:
-        for blocks in _pack(list(_blocks(batch, config.max_tokens)), config.max_tokens):
-            yield _shared(blocks)
+        return [partial(_shared, blocks) for blocks in _pack(list(_blocks(batch, budget)), budget)]
+    return [partial(_padded, rows) for rows in _cut(batch, budget)]
+
+
+def _budget(batch: Batch, config: BatchConfig, size: int) -> int:
+    """Tokens of a microbatch: small enough that every rank has something to do."""
+    if size == 1:
+        return config.max_tokens
+    if config.share_prompts:
+        total = sum(block.length for block in _blocks(batch, config.max_tokens))
     else:
-        for rows in _cut(batch, config.max_tokens):
-            yield _padded(rows)
+        total = sum(map(_input_length, batch.sequences))
+    return min(config.max_tokens, max(1, -(-total // size)))
+
+
+def _idle(batch: Batch) -> Microbatch:
+    """One token of the batch's first sequence with no weight in the loss: finite numbers and a zero gradient."""
+    first = batch.sequences[0]
+    cut = {f.name: getattr(first, f.name)[:1] for f in fields(Sequence) if _per_token(f.name, first)}
+    one = replace(first, **(cut | {"signal_T": np.zeros(1)}))
+    return replace(_padded([one]), idle=True)
+
+
+def _per_token(name: str, sequence: Sequence) -> bool:
+    return "_T" in name and getattr(sequence, name) is not None
 
 
 def _blocks(batch: Batch, budget: int) -> Iterator[_Block]:

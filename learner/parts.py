@@ -5,10 +5,10 @@
     part-0-of-2.pt   what process 0 of 2 held: rows of every tensor, and the counters
     part-1-of-2.pt
 
-Tensors are divided by their first dimension into equal blocks, the last ones smaller or empty, as FSDP2 divides
-them; what has no dimension is the same in every part. Parts written by any number of processes can be read by any
-other number. They are read without executing anything (``weights_only``) and mapped, so that a process reads the rows
-it needs.
+What there is of each weight (``SHARED``) is divided by its first dimension into equal blocks, the last ones smaller
+or empty, as FSDP2 divides them; what has no dimension, and everything else, is the same in every part. Parts written
+by any number of processes can be read by any other number. They are read without executing anything
+(``weights_only``) and mapped, so that a process reads the rows it needs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from torch import Tensor
 
 from learner.disk import E_WORK_DIR, disk_faults
 from protocol.errors import LocalFault
+
+#: Entries of a state that hold rows of tensors.
+SHARED: Final = ("masters", "optimiser")
 
 _NAME: Final = re.compile(r"part-(\d+)-of-(\d+)\.pt")
 
@@ -53,7 +56,12 @@ def read_part(folder: Path, rank: int, size: int) -> dict[str, Any]:
         LocalFault: ``E_WORK_DIR`` when a part is missing or cannot be read.
     """
     parts = [_read(folder / name) for name in part_names(folder)]
-    return parts[rank] if len(parts) == size else _divided(parts, rank, size)
+    if len(parts) == size:
+        return parts[rank]
+    own = parts[min(rank, len(parts) - 1)]
+    return {
+        key: _divided([part[key] for part in parts], rank, size) if key in SHARED else own[key] for key in own
+    }
 
 
 def part_names(folder: Path) -> list[str]:

@@ -16,10 +16,11 @@ from learner.admission import Admission
 from learner.batch import Batch, make_batch
 from learner.checkpoint import Cursor, ResumePoints
 from learner.config import LearnerConfig
+from learner.crew import Training
 from learner.journal import Journal, PlannedStep, Publication, plan_sha256
 from learner.metrics import Metrics, as_micro, finite, warnings_of
 from learner.publisher import Announcements, Publisher
-from learner.trainer import StepAbandoned, StepResult, Trainer
+from learner.trainer import StepAbandoned, StepResult
 from learner.waiting_room import ReadyGroup, WaitingRoom
 from protocol.api import E_BATCH, E_CHECKPOINT_CHAIN, AdmittedGroup
 from protocol.clock import Clock
@@ -75,7 +76,7 @@ class Learner:
     """
 
     def __init__(self, *, client: LearnerClient, store: Store, identity: Identity, manifest: RunManifest,
-                 trainer: Trainer, journal: Journal, points: ResumePoints, config: LearnerConfig, clock: Clock,
+                 trainer: Training, journal: Journal, points: ResumePoints, config: LearnerConfig, clock: Clock,
                  should_stop: Callable[[], bool] = lambda: False, publisher: Publisher | None = None):
         self.client, self.manifest, self.trainer = client, manifest, trainer
         self.journal, self.points, self.config, self.clock = journal, points, config, clock
@@ -208,7 +209,7 @@ class Learner:
         if got != expected:
             raise LocalFault(
                 E_RESUME, f"the weights are not those published as version {version}", expected=expected, got=got,
-                hint="was --model or the number of threads changed? start with the ones the run began with",
+                hint="were --model, threads or processes changed? start with the ones the run began with",
             )
 
     # -- one version -------------------------------------------------------------------------------------
@@ -227,7 +228,7 @@ class Learner:
                 raise
             logger.warning("the coordinator refused a plan; making another", extra={"detail": str(error)})
             self.journal.drop_plan(planned.plan.version)
-            self.clock.sleep(self.config.process.poll_ms / 1000)
+            self._pause()
             return
         started = self.clock.monotonic()
         result = self._train(planned)
@@ -240,7 +241,7 @@ class Learner:
                 return call()
             except Transient as error:
                 logger.warning("cannot %s now; trying again", what, extra={"code": error.code, "detail": str(error)})
-                self.clock.sleep(self.config.process.poll_ms / 1000)
+                self._pause()
         raise StepAbandoned
 
     def _plan(self) -> PlannedStep:
@@ -256,8 +257,13 @@ class Learner:
                 said = now
                 have = {"have": len(ready), "need": wanted, "waited_s": round(now - started)}
                 logger.info("waiting for verified groups", extra={"version": self.version} | have)
-            self.clock.sleep(self.config.process.poll_ms / 1000)
+            self._pause()
         raise StepAbandoned
+
+    def _pause(self) -> None:
+        """Wait until it is worth asking again; the trainer's other processes are told that this one lives."""
+        self.trainer.wait()
+        self.clock.sleep(self.config.process.poll_ms / 1000)
 
     def _listed(self, limit: int) -> list[ReadyGroup]:
         try:
@@ -328,6 +334,7 @@ class Learner:
     def _times(self, planned: PlannedStep, result: StepResult, step_s: float, publish_s: float) -> Metrics:
         return {
             "wait_s": planned.wait_s, "step_s": step_s, "publish_s": publish_s,
+            "threads": self.config.process.threads, "ranks": self.trainer.size,
             "tokens_per_s": result.metrics["tokens"] / step_s if step_s > 0 else 0.0,
         }
 
@@ -369,7 +376,7 @@ class Learner:
     def _save(self, *, force: bool = False) -> None:
         """Write a resume point when one is due."""
         process = self.config.process
-        if self._newest is None or self._trained != self.version:
+        if self._newest is None or self._trained != self.version or self.trainer.lost:
             return
         if self.version - self._saved < (1 if force else process.checkpoint_every_versions):
             return

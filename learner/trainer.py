@@ -7,8 +7,8 @@ it depends on. A step that must not be taken leaves the state exactly as it was.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -26,6 +26,7 @@ from learner.masters import Masters
 from learner.metrics import Metrics, batch_metrics, token_metrics
 from learner.packing import Microbatch, microbatches
 from learner.parts import read_part, write_part
+from learner.ranks import Ranks, local, settle
 from learner.screen import RolloutNumbers, screen
 from protocol.errors import LocalFault, code
 from protocol.messages import SamplingRules
@@ -62,14 +63,13 @@ class _Seen:
     rollouts: list[RolloutNumbers]
 
     @classmethod
-    def nothing(cls) -> _Seen:
-        return cls([], [], [], [])
+    def of(cls, micro: Microbatch, stats: TokenStats) -> _Seen:
+        return cls([stats], [micro.tokens.lag_N], [micro.tokens.signal_N], rollout_numbers(micro, stats))
 
-    def add(self, micro: Microbatch, stats: TokenStats) -> None:
-        self.parts.append(stats)
-        self.lag_parts.append(micro.tokens.lag_N)
-        self.signal_parts.append(micro.tokens.signal_N)
-        self.rollouts += rollout_numbers(micro, stats)
+    @classmethod
+    def merged(cls, many: list[_Seen]) -> _Seen:
+        lists = ([item for one in many for item in getattr(one, field.name)] for field in fields(cls))
+        return cls(*lists)
 
     def stats(self) -> TokenStats:
         return TokenStats.concat(self.parts) if self.parts else TokenStats.none()
@@ -84,11 +84,13 @@ class _Seen:
 class Trainer:
     """The weights, the optimiser, and the step."""
 
-    def __init__(self, model: nn.Module, layout: Layout, state: State, config: LearnerConfig, rules: SamplingRules):
+    def __init__(self, model: nn.Module, layout: Layout, state: State, config: LearnerConfig, rules: SamplingRules,
+                 ranks: Ranks = Ranks()):  # noqa: B008 - immutable
         _check_head(model)
-        self.config, self.rules = config, rules
-        self.model = cast("Any", model)  # transformers ships no usable types
-        self.masters = Masters(model, layout, state)
+        self.config, self.rules, self.ranks = config, rules, ranks
+        self.model = cast("Any", model.to(ranks.device))  # transformers ships no usable types
+        self._together = ranks.share(model)
+        self.masters = Masters(model, layout, state, ranks)
         self.correction = correction_of(config.loss)
         self.caps = CapController(config.loss.ess_target)
         self.steps = 0  #: optimiser steps taken
@@ -101,14 +103,24 @@ class Trainer:
 
     @classmethod
     def open(cls, model_dir: Path, layout: Layout, state: State, config: LearnerConfig,
-             rules: SamplingRules) -> Trainer:
+             rules: SamplingRules, ranks: Ranks = Ranks()) -> Trainer:  # noqa: B008 - immutable
         """A trainer for the architecture that ``model_dir`` describes, starting from ``state``."""
-        return cls(load_config_model(model_dir, torch.float32), layout, state, config, rules)
+        return cls(load_config_model(model_dir, torch.float32), layout, state, config, rules, ranks)
 
     @property
     def layout(self) -> Layout:
         """Names, types and shapes of what is published."""
         return self.masters.layout
+
+    @property
+    def size(self) -> int:
+        """How many processes hold the weights."""
+        return self.ranks.size
+
+    @property
+    def lost(self) -> bool:
+        """Never: one process cannot lose another."""
+        return False
 
     def published_state(self) -> State:
         """Bit patterns of the current weights, as a checkpoint carries them."""
@@ -147,7 +159,8 @@ class Trainer:
         Raises:
             LocalFault: ``E_WORK_DIR``.
         """
-        write_part(folder, 0, 1, self.state_dict())
+        write_part(folder, self.ranks.rank, self.ranks.size, self.state_dict())
+        self.ranks.any(False)  # all parts are there
 
     def load(self, folder: Path) -> None:
         """Go back to what ``save`` wrote.
@@ -155,13 +168,20 @@ class Trainer:
         Raises:
             LocalFault: ``E_WORK_DIR``.
         """
-        self.load_state_dict(read_part(folder, 0, 1))
+        self.load_state_dict(read_part(folder, self.ranks.rank, self.ranks.size))
+
+    def wait(self) -> None:
+        """Nothing to do: there is nobody to tell."""
+
+    def close(self) -> None:
+        """Nothing to do: there is nobody to tell."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a later step depends on: masters, optimiser, counters, generator."""
+        """Everything a later step depends on: masters, optimiser, counters, generator; of masters this rank's rows."""
+        names = [entry.name for entry in self.masters.layout.entries]
         return {
-            "masters": dict(zip((e.name for e in self.masters.layout.entries), self.masters.tensors, strict=True)),
-            "optimiser": self._optimiser.state_dict(),
+            "masters": dict(zip(names, self.masters.tensors, strict=True)),
+            "optimiser": {n: dict(self._optimiser.state[t]) for n, t in zip(names, self.masters.tensors, strict=True)},
             "steps": self.steps,
             "norms": list(self._norms),
             "caps": self.caps.state_dict(),
@@ -173,7 +193,8 @@ class Trainer:
         """Go back to what ``state_dict`` gave."""
         for master, entry in zip(self.masters.tensors, self.masters.layout.entries, strict=True):
             master.copy_(state["masters"][entry.name])
-        self._optimiser.load_state_dict(state["optimiser"])
+            slots = {slot: _copied(value, master) for slot, value in state["optimiser"][entry.name].items()}
+            self._optimiser.state[master] = slots
         self.steps, self._norms = int(state["steps"]), list(state["norms"])
         self.caps.load_state_dict(state["caps"])
         torch.set_rng_state(state["rng"])
@@ -182,18 +203,28 @@ class Trainer:
     # -- parts of a step ---------------------------------------------------------------------------------
 
     def _accumulate(self, batch: Batch, should_stop: Callable[[], bool]) -> tuple[_Seen, str | None]:
-        seen, log_bound = _Seen.nothing(), None
+        """Gradients of the whole batch, summed over ranks, and what all ranks saw."""
+        seen: list[_Seen] = []
+        skipped = log_bound = None
         if self.correction.second_moment is not None:
             log_bound = self._survey(batch, self.correction.second_moment, should_stop)
-        for micro in microbatches(batch, self.config.batch):
-            if should_stop():
+        for micro in self._share(batch, should_stop):
+            loss, stats = self._together(self._forward, micro.to(self.ranks.device), log_bound)
+            loss.backward()  # also when it is not finite: all ranks make the same exchanges
+            if not micro.idle:
+                seen.append(_Seen.of(micro, stats.to_cpu()))
+            if self.ranks.any(not bool(torch.isfinite(loss))):
+                skipped = "non_finite_loss"
+                break
+        everything = _Seen.merged(_dealt(self.ranks.gather(seen)))
+        return everything, skipped or (None if everything.parts else "no_signal")
+
+    def _share(self, batch: Batch, should_stop: Callable[[], bool]) -> Iterator[Microbatch]:
+        """This rank's microbatches; raises ``StepAbandoned`` at all ranks when one was told to stop."""
+        for micro in microbatches(batch, self.config.batch, self.ranks.rank, self.ranks.size):
+            if self.ranks.any(should_stop()):
                 raise StepAbandoned
-            loss, stats = self._forward(micro, log_bound)
-            seen.add(micro, stats)
-            if not bool(torch.isfinite(loss)):
-                return seen, "non_finite_loss"
-            loss.backward()  # type: ignore[no-untyped-call]
-        return seen, None if seen.parts else "no_signal"
+            yield micro
 
     def _forward(self, micro: Microbatch, log_bound: float | None = None) -> tuple[Tensor, TokenStats]:
         hidden_ND, weight_VD = self._hidden(micro), self.model.get_output_embeddings().weight
@@ -204,12 +235,14 @@ class Trainer:
         return head_loss(hidden_ND, weight_VD, micro.tokens, rule, **self._chunks(weight_VD))
 
     def _hidden(self, micro: Microbatch) -> Tensor:
-        """(N, D) final hidden states that predict the loss tokens."""
-        hidden_BLD = self.model.base_model(
-            input_ids=micro.ids_BL, attention_mask=micro.mask_11LL, position_ids=micro.positions_BL, use_cache=False
-        ).last_hidden_state
+        """(N, D) final hidden states that predict the loss tokens, float32."""
+        with torch.autocast(self.ranks.device.type, torch.bfloat16, self.config.batch.compute == "bfloat16"):
+            hidden_BLD = self.model.base_model(
+                input_ids=micro.ids_BL, attention_mask=micro.mask_11LL, position_ids=micro.positions_BL,
+                use_cache=False,
+            ).last_hidden_state
         hidden_ND: Tensor = hidden_BLD.flatten(0, 1).index_select(0, micro.source_N)
-        return hidden_ND
+        return hidden_ND.float()
 
     def _rule(self, micro: Microbatch, log_bound: float | None) -> TokenRule:
         tokens, loss = micro.tokens, self.config.loss
@@ -223,20 +256,26 @@ class Trainer:
     @torch.no_grad()
     def _survey(self, batch: Batch, limit: float, should_stop: Callable[[], bool]) -> float:
         """Bound of |log r| for the whole batch, from a forward pass of its own."""
-        log_ratios, signals = [torch.zeros(0)], [torch.zeros(0)]
-        for micro in microbatches(batch, self.config.batch):
-            if should_stop():
-                raise StepAbandoned
-            weight_VD = self.model.get_output_embeddings().weight
-            log_p_N = drawn_logprobs(self._hidden(micro), weight_VD, micro.tokens.target_N, **self._chunks(weight_VD))
-            log_ratios.append(clamped(log_p_N - micro.tokens.log_q_N))
-            signals.append(micro.tokens.signal_N)
+        seen = []
+        for micro in self._share(batch, should_stop):
+            log_p_N = self._together(self._drawn, micro.to(self.ranks.device)).cpu()
+            if not micro.idle:
+                seen.append((clamped(log_p_N - micro.tokens.log_q_N), micro.tokens.signal_N))
+        log_ratios, signals = zip((torch.zeros(0), torch.zeros(0)), *_dealt(self.ranks.gather(seen)), strict=True)
         return second_moment_bound(torch.cat(log_ratios), torch.cat(signals), limit)
+
+    def _drawn(self, micro: Microbatch) -> Tensor:
+        """(N,) log p of the drawn tokens."""
+        weight_VD = self.model.get_output_embeddings().weight
+        return drawn_logprobs(self._hidden(micro), weight_VD, micro.tokens.target_N, **self._chunks(weight_VD))
 
     def _gradient_norm(self) -> float:
         """Global L2 norm; 0 when there is no gradient."""
-        norms = [torch.linalg.vector_norm(p.grad) for p in self.masters.parameters if p.grad is not None]
-        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        norms = [torch.linalg.vector_norm(local(p.grad)) for p in self.masters.parameters if p.grad is not None]
+        if not norms:
+            return 0.0
+        mine = torch.linalg.vector_norm(torch.stack(norms))
+        return float(mine if self.ranks.size == 1 else self.ranks.total(mine.square()).sqrt())
 
     def _judge(self, norm: float) -> str | None:
         if not np.isfinite(norm):
@@ -252,7 +291,7 @@ class Trainer:
         self.steps += 1
         scale = min(1.0, self.config.optim.max_grad_norm / (norm + 1e-6))
         for master, parameter in zip(self.masters.tensors, self.masters.parameters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.mul_(scale)
+            master.grad = None if parameter.grad is None else local(parameter.grad).mul_(scale)
         for group in self._optimiser.param_groups:
             group["lr"] = self._rate() * rate_scale
         self._optimiser.step()
@@ -263,6 +302,7 @@ class Trainer:
         return optim.lr * min(1.0, max(1, self.steps) / optim.warmup_steps) if optim.warmup_steps else optim.lr
 
     def _drop_gradients(self) -> None:
+        settle(self._together)
         for master, parameter in zip(self.masters.tensors, self.masters.parameters, strict=True):
             master.grad = parameter.grad = None
 
@@ -277,6 +317,19 @@ def rollout_numbers(micro: Microbatch, stats: TokenStats) -> list[RolloutNumbers
         RolloutNumbers(sequence.node_id, int(sequence.lag_T[0]), int(tokens), k1, k3)
         for sequence, (tokens, k1, k3) in zip(micro.sequences, sums_S3.tolist(), strict=True)
     ]
+
+
+def _dealt(parts: list[list[Any]]) -> list[Any]:
+    """What the ranks saw, in the order of the batch: microbatches were dealt like cards."""
+    rounds = max(map(len, parts))
+    return [mine[turn] for turn in range(rounds) for mine in parts if turn < len(mine)]
+
+
+def _copied(value: Any, master: Tensor) -> Any:
+    """A slot of the optimiser's state, on the master's device when it is one number per weight."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(master.device, copy=True) if value.ndim else value.clone()
 
 
 def _adamw(tensors: list[Tensor], config: OptimConfig) -> torch.optim.AdamW:

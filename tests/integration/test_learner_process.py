@@ -9,13 +9,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from learner.checkpoint import ResumePoints
@@ -26,97 +22,14 @@ from learner.parts import read_part
 from learner.places import read_model
 from learner.replay import E_LEARNER_REPLAY
 from learner.trainer import Trainer
-from protocol.api import AdmittedReply
-from protocol.envelope import Envelope
-from protocol.errors import E_CONFIG, E_KEY_FILE, E_NOT_FOUND, E_SIGNATURE, AssayError, PeerFault
+from protocol.errors import E_CONFIG, E_KEY_FILE, E_NOT_FOUND, E_SIGNATURE, AssayError
 from protocol.identity import Identity
-from protocol.messages import BatchPlan, CheckpointManifest, UpdateReceipt
-from protocol.store import DirectoryStore
 from protocol.weights.state_root import state_root
-from tests.fakes.learning import (
-    LEARNER,
-    FakeCoordinator,
-    Speaker,
-    admitted_group,
-    load_model,
-    make_learner,
-    make_model_dir,
-    run_manifest,
-    sampling_rules,
-)
+from tests.fakes.learner_server import ROOT_KEY, VERSIONS, Server, arguments
+from tests.fakes.learning import LEARNER, make_learner
+from tests.fakes.same_bits import assert_same_bits
 
-ROOT_KEY = Identity(b"r" * 32)
-VERSIONS = 3
 LIMIT_S = 120.0
-
-
-class Server(ThreadingHTTPServer):
-    """The learner's side of the HTTP API over ``FakeCoordinator``."""
-
-    daemon_threads = True
-
-    def __init__(self, folder: Path):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.model, self.store = make_model_dir(folder / "model"), DirectoryStore(folder / "store")
-        self.manifest = run_manifest(load_model(self.model)[0], max_versions=VERSIONS)
-        self.client = FakeCoordinator()
-        self.lock = threading.Lock()
-        self.stocked = threading.Event()
-
-    def stock(self) -> None:
-        """Admit groups of version 0 once its beacon is known."""
-        speaker = Speaker(self.model, sampling_rules())
-        beacon = CheckpointManifest.from_payload(self.client.manifests[0].payload).beacon
-        groups = [
-            admitted_group(speaker.group(g, beacon=beacon), self.store, beacon=beacon) for g in range(2 * VERSIONS)
-        ]
-        self.client.groups = groups
-        self.stocked.set()
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        with self.server.lock:
-            if url.path == "/v1/run":
-                self.answer(self.server.manifest.sign(ROOT_KEY).to_dict())
-            elif url.path == "/v1/admitted":
-                groups = self.server.client.admitted(int(parse_qs(url.query)["limit"][0]))
-                self.answer(AdmittedReply(groups=groups).model_dump(mode="json"))
-
-    def do_POST(self) -> None:
-        envelope = Envelope.from_dict(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-        client = self.server.client
-        try:
-            with self.server.lock:
-                if self.path == "/v1/checkpoints":
-                    client.publish_checkpoint(envelope)
-                elif self.path == "/v1/head":
-                    client.publish_head(envelope)
-                elif self.path == "/v1/batches":
-                    client.post_batch(BatchPlan.open(envelope, LEARNER.public_key))
-                elif self.path == "/v1/updates":
-                    client.post_update(UpdateReceipt.open(envelope, LEARNER.public_key))
-        except PeerFault as error:
-            self.answer(error.problem() | {"fault": "peer"}, status=error.status)
-        else:
-            self.answer({"duplicate": False})
-
-    def answer(self, body: Any, status: int = 200) -> None:
-        data = json.dumps(body).encode()
-        try:
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-        except OSError:  # the learner was killed while it waited
-            self.close_connection = True
 
 
 @pytest.fixture
@@ -127,15 +40,6 @@ def server(tmp_path: Path) -> Iterator[Server]:
         thread.start()
         yield server
         server.shutdown()
-
-
-def arguments(server: Server, folder: Path, *more: str) -> list[str]:
-    return [
-        "run", "--coordinator", f"http://127.0.0.1:{server.server_port}", "--root", ROOT_KEY.public_key.hex(),
-        "--key", str(folder / "learner.key"), "--store", f"dir:{server.store.path}", "--model", str(server.model),
-        "--work", str(folder / "work"), "--log", str(folder / "learner.log"),
-        "--set", "optim.lr=0.01", "--set", "process.poll_ms=50", *more,
-    ]
 
 
 def start(server: Server, folder: Path) -> subprocess.Popen[str]:
@@ -179,19 +83,6 @@ def straight_run(server: Server, work: Path) -> tuple[list[str], Trainer]:
         trainer.train_step(learner.batch_of(planned))
         roots.append(state_root(layout, trainer.published_state()))
     return roots, trainer
-
-
-def assert_same_bits(got: Any, expected: Any, where: str = "state") -> None:
-    """Equality down to the last bit, through nested dicts."""
-    if isinstance(expected, dict):
-        assert got.keys() == expected.keys(), where
-        for key in expected:
-            assert_same_bits(got[key], expected[key], f"{where}.{key}")
-    elif isinstance(expected, torch.Tensor):
-        assert got.dtype == expected.dtype, where
-        assert got.numpy().tobytes() == expected.numpy().tobytes(), where
-    else:
-        assert got == expected, where
 
 
 def test_killed_and_stopped_learners_lose_nothing(server: Server, tmp_path: Path):
