@@ -57,6 +57,7 @@ class Sequence:
     head_valid_TK: NDArray[np.bool_]
     tail_q_T: NDArray[np.float64]  #: behaviour mass outside the head
     node_id: str = ""
+    scale_T: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  #: aggregation scale times lag weight
     draws_TS: NDArray[np.float64] | None = None  #: uniform numbers of further draws, for centring by draws
 
 
@@ -89,7 +90,7 @@ def make_batch(groups: list[TrainingGroup], version: int, rules: SamplingRules, 
             left_out[reason] += 1
     scales = _scales(usable, rules, config.loss.aggregation)
     sequences = [
-        _sequence(group, sample, advantage * scale, version, rules, config)
+        _sequence(group, sample, advantage, scale, version, rules, config)
         for group, advantages, group_scales in zip(usable, _advantages(usable, config), scales, strict=True)
         for sample, advantage, scale in zip(group.samples, advantages, group_scales, strict=True)
     ]
@@ -144,8 +145,8 @@ def node_shares(sequences: list[Sequence]) -> dict[str, float]:
     return {node: value / total if 0 < total < np.inf else 0.0 for node, value in sums.items()}
 
 
-def _sequence(group: TrainingGroup, sample: TrainingSample, signal: float, version: int, rules: SamplingRules,
-              config: LearnerConfig) -> Sequence:
+def _sequence(group: TrainingGroup, sample: TrainingSample, advantage: float, scale: float, version: int,
+              rules: SamplingRules, config: LearnerConfig) -> Sequence:
     rollout = sample.rollout
     lag_T = np.maximum(version - rollout.versions(), 0)
     first_T = np.cumsum(rollout.head_lengths, dtype=np.int64) - rollout.head_lengths
@@ -158,7 +159,8 @@ def _sequence(group: TrainingGroup, sample: TrainingSample, signal: float, versi
         prompt=np.asarray(group.prompt_tokens, dtype=np.int64),
         tokens_T=rollout.tokens.astype(np.int64),
         log_q_T=sampler.behaviour_logprobs(rollout, rules),
-        signal_T=signal * lag_weights(lag_T, config.staleness),
+        signal_T=advantage * scale * lag_weights(lag_T, config.staleness),
+        scale_T=scale * lag_weights(lag_T, config.staleness),
         lag_T=lag_T,
         head_ids_TK=rollout.head_ids.astype(np.int64)[entries_TK],
         head_q_TK=np.exp(sampler.head_logprobs(rollout, rules))[entries_TK],

@@ -44,7 +44,9 @@ def run(
         list[str] | None, typer.Option("--set", help="A setting, for example loss.preset=tis+sc; repeatable.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan and end.")] = False,
-    log: Annotated[Path | None, typer.Option(help="Log file (JSON lines); standard error if not given.")] = None,
+    log: Annotated[Path | None, typer.Option(
+        "--log", "--log-file", help="Log file (JSON lines); standard error if not given. torchrun needs the longer name.",
+    )] = None,
 ) -> None:
     """Train until the run is complete. SIGTERM stops cleanly; the same command goes on from there."""
     from learner.config import LearnerConfig

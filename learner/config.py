@@ -57,6 +57,8 @@ class LossConfig(Config):
     """The learning rate is scaled by sqrt(min(1, ESS / this)); 0: never."""
     max_node_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     """Largest share of a step's signal (sum over tokens of the absolute weighted advantage) of any one node."""
+    kl_coef: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
+    """Weight of the KL divergence from the run's first weights (nats per token), against the reward; 0: none."""
     aggregation: Aggregation = "token_mean"
     """What the loss is a mean over: tokens, sequences of token means, prompts of token means, or a constant."""
 
@@ -88,12 +90,22 @@ class AdvantageConfig(Config):
 
 
 class OptimConfig(Config):
-    """AdamW on fp32 masters."""
+    """The optimiser of the fp32 masters."""
 
+    name: Literal["adamw", "sgd"] = "adamw"
+    """adamw, or sgd with momentum."""
     lr: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-5
     """Learning rate after warm-up."""
     warmup_steps: Annotated[int, Field(ge=0, le=100_000)] = 0
     """Steps over which the learning rate rises linearly."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """How the learning rate falls after warm-up."""
+    schedule_steps: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Step at which it has fallen to its floor; counted from the first step, warm-up included."""
+    lr_floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """The floor, as a fraction of lr."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """Momentum of sgd."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """Decay of the first moment."""
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
@@ -106,6 +118,23 @@ class OptimConfig(Config):
     """Global L2 norm gradients are clipped to."""
     outlier_ratio: Annotated[float, Field(gt=1.0)] = 100.0
     """A step whose gradient norm is this many times the recent median is skipped."""
+
+    @model_validator(mode="after")
+    def _falls_somewhere(self) -> OptimConfig:
+        if self.schedule != "constant" and self.schedule_steps <= self.warmup_steps:
+            raise ValueError("schedule_steps must be above warmup_steps for a schedule that falls")
+        return self
+
+
+class LoraConfig(Config):
+    """Low-rank adapters in place of whole matrices (arXiv 2106.09685)."""
+
+    rank: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Rank of the adapters; 0: train all weights."""
+    alpha: Annotated[float, Field(gt=0.0, le=10_000.0)] = 32.0
+    """Adapters are scaled by alpha / rank."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names of the modules whose matrices get an adapter; everything else is frozen."""
 
 
 class BatchConfig(Config):
@@ -160,6 +189,7 @@ class LearnerConfig(Config):
     staleness: StalenessConfig = StalenessConfig()
     advantages: AdvantageConfig = AdvantageConfig()
     optim: OptimConfig = OptimConfig()
+    lora: LoraConfig = LoraConfig()
     batch: BatchConfig = BatchConfig()
     publish: PublishConfig = PublishConfig()
     process: ProcessConfig = ProcessConfig()

@@ -27,8 +27,8 @@ _TYPES: Final[dict[str, tuple[torch.dtype, torch.dtype]]] = {
 class Masters:
     """Masters of every tensor of a layout, beside the parameters that compute.
 
-    ``parameters`` and ``tensors`` are in the order of the layout. Tied parameters appear once. When the model is
-    divided among ``ranks``, ``tensors`` are this rank's rows.
+    ``parameters`` are in the order of the layout; tied ones appear once. ``tensors`` are what the optimiser moves, by
+    ``names``: here a master of each parameter, of which this rank holds its rows when the model is divided.
 
     Raises:
         LocalFault: ``E_MODEL_LAYOUT`` when model and layout do not match tensor for tensor.
@@ -37,14 +37,43 @@ class Masters:
     def __init__(self, model: nn.Module, layout: Layout, state: State, ranks: Ranks):
         self.layout = layout
         self.parameters = _match(model, layout)
-        self.tensors = [_rows(_value(state, entry), ranks) for entry in layout.entries]
+        self.ranks = ranks
+        trained = self._trained(state)
+        self.names, self.tensors = [name for name, _ in trained], [tensor for _, tensor in trained]
         self.push()
+
+    def _trained(self, state: State) -> list[tuple[str, Tensor]]:
+        """What the optimiser moves, by name."""
+        return [(entry.name, _rows(value_of(state, entry), self.ranks)) for entry in self.layout.entries]
 
     @torch.no_grad()
     def push(self) -> None:
         """Give the model what is published of the masters."""
-        for parameter, master, entry in zip(self.parameters, self.tensors, self.layout.entries, strict=True):
-            local(parameter).copy_(master.to(_TYPES[entry.dtype][0]))
+        for index, master in enumerate(self.tensors):
+            local(self.parameters[index]).copy_(self.rounded(master, index))
+
+    def rounded(self, value: Tensor, index: int) -> Tensor:
+        """``value`` in the published type of entry ``index``: to nearest, ties to even."""
+        return value.to(_TYPES[self.layout.entries[index].dtype][0])
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Hand the model's gradients to the masters."""
+        for master, parameter in zip(self.tensors, self.parameters, strict=True):
+            master.grad = None if parameter.grad is None else local(parameter.grad)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
+        for tensor in (*self.tensors, *self.parameters):
+            tensor.grad = None
+
+    def norm(self) -> float:
+        """Global L2 norm of the gradients taken, over all ranks; 0 when there is none."""
+        norms = [torch.linalg.vector_norm(tensor.grad) for tensor in self.tensors if tensor.grad is not None]
+        if not norms:
+            return 0.0
+        mine = torch.linalg.vector_norm(torch.stack(norms))
+        return float(mine if self.ranks.size == 1 else self.ranks.total(mine.square()).sqrt())
 
     @torch.no_grad()
     def state(self) -> State:
@@ -84,7 +113,8 @@ def _match(model: nn.Module, layout: Layout) -> list[nn.Parameter]:
     return found
 
 
-def _value(state: State, entry: Entry) -> Tensor:
+def value_of(state: State, entry: Entry) -> Tensor:
+    """A tensor of ``state`` in its own type."""
     value, bits = _TYPES[entry.dtype]
     signed = "<i2" if bits is torch.int16 else "<i4"
     return torch.from_numpy(state[entry.name].view(signed).copy()).view(value)

@@ -95,7 +95,7 @@ def _idle(batch: Batch) -> Microbatch:
     """One token of the batch's first sequence with no weight in the loss: finite numbers and a zero gradient."""
     first = batch.sequences[0]
     cut = {f.name: getattr(first, f.name)[:1] for f in fields(Sequence) if _per_token(f.name, first)}
-    one = replace(first, **(cut | {"signal_T": np.zeros(1)}))
+    one = replace(first, **(cut | {"signal_T": np.zeros(1), "scale_T": np.zeros(1)}))
     return replace(_padded([one]), idle=True)
 
 

@@ -16,17 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from learner.adapters import Adapters
 from learner.batch import Batch
-from learner.config import LearnerConfig, OptimConfig
+from learner.config import LearnerConfig
 from learner.corrections import correction_of
 from learner.ess import CapController, ess, rate_scale, weight_sums
-from learner.head import TokenStats, chunk_rows, drawn_logprobs, head_loss, sequence_rule
+from learner.head import LossTokens, TokenStats, chunk_rows, drawn_logprobs, head_loss, sequence_rule
 from learner.losses import TokenRule, clamped, second_moment_bound, token_rule
 from learner.masters import Masters
 from learner.metrics import Metrics, batch_metrics, token_metrics
+from learner.optimiser import make_optimiser
 from learner.packing import Microbatch, microbatches
 from learner.parts import read_part, write_part
-from learner.ranks import Ranks, local, settle
+from learner.ranks import Ranks, settle
+from learner.reference_policy import ReferencePolicy, distance, hidden_states, pulled
+from learner.schedule import learning_rate
 from learner.screen import RolloutNumbers, screen
 from protocol.errors import LocalFault, code
 from protocol.messages import SamplingRules
@@ -61,10 +65,12 @@ class _Seen:
     lag_parts: list[Tensor]
     signal_parts: list[Tensor]
     rollouts: list[RolloutNumbers]
+    distances: list[Tensor]  #: from the reference policy; empty without one
 
     @classmethod
-    def of(cls, micro: Microbatch, stats: TokenStats) -> _Seen:
-        return cls([stats], [micro.tokens.lag_N], [micro.tokens.signal_N], rollout_numbers(micro, stats))
+    def of(cls, micro: Microbatch, stats: TokenStats, distance_N: Tensor) -> _Seen:
+        tokens = micro.tokens
+        return cls([stats], [tokens.lag_N], [tokens.signal_N], rollout_numbers(micro, stats), [distance_N])
 
     @classmethod
     def merged(cls, many: list[_Seen]) -> _Seen:
@@ -76,6 +82,11 @@ class _Seen:
 
     def lags(self) -> Tensor:
         return torch.cat([torch.zeros(0, dtype=torch.int64), *self.lag_parts])
+
+    def distance(self) -> float:
+        """Mean distance from the reference policy, nats per token."""
+        distances = torch.cat([torch.zeros(0), *self.distances])
+        return float(distances.double().mean()) if len(distances) else 0.0
 
     def signals(self) -> Tensor:
         return torch.cat([torch.zeros(0), *self.signal_parts])
@@ -89,13 +100,14 @@ class Trainer:
         _check_head(model)
         self.config, self.rules, self.ranks = config, rules, ranks
         self.model = cast("Any", model.to(ranks.device))  # transformers ships no usable types
+        self._reference = ReferencePolicy(model, layout, state, ranks) if config.loss.kl_coef > 0 else None
         self._together = ranks.share(model)
-        self.masters = Masters(model, layout, state, ranks)
+        self.masters = _masters(model, layout, state, config, ranks)
         self.correction = correction_of(config.loss)
         self.caps = CapController(config.loss.ess_target)
         self.steps = 0  #: optimiser steps taken
         self._norms: list[float] = []
-        self._optimiser = _adamw(self.masters.tensors, config.optim)
+        self._optimiser = make_optimiser(self.masters.tensors, config.optim)
         self.model.train(config.batch.gradient_checkpointing)  # layers are recomputed only in training mode
         if config.batch.gradient_checkpointing:
             # Renamed in transformers 5; the old name goes in 6.
@@ -138,7 +150,8 @@ class Trainer:
         metrics = batch_metrics(batch)
         try:
             seen, skipped = self._accumulate(batch, should_stop)
-            norm = self._gradient_norm()
+            self.masters.take_gradients()
+            norm = self.masters.norm()
             skipped = skipped or self._judge(norm)
             stats, lag_N = seen.stats(), seen.lags()
             sums_B3 = weight_sums(stats.weight_N, lag_N)
@@ -150,6 +163,8 @@ class Trainer:
             self._drop_gradients()
         metrics |= token_metrics(stats, lag_N.numpy(), seen.signals().numpy())
         metrics |= {"grad_norm": norm, "lr": self._rate() * scale, "lr_scale": scale, "skipped": skipped}
+        if self._reference is not None:
+            metrics |= {"kl_ref": seen.distance()}
         metrics |= {"nodes": {report.node_id: report.as_dict() for report in screen(seen.rollouts)}}
         return StepResult(metrics, skipped)
 
@@ -177,11 +192,11 @@ class Trainer:
         """Nothing to do: there is nobody to tell."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a later step depends on: masters, optimiser, counters, generator; of masters this rank's rows."""
-        names = [entry.name for entry in self.masters.layout.entries]
+        """Everything a later step depends on: masters, optimiser, counters, generator; this rank's rows of tensors."""
+        masters = dict(zip(self.masters.names, self.masters.tensors, strict=True))
         return {
-            "masters": dict(zip(names, self.masters.tensors, strict=True)),
-            "optimiser": {n: dict(self._optimiser.state[t]) for n, t in zip(names, self.masters.tensors, strict=True)},
+            "masters": masters,
+            "optimiser": {name: dict(self._optimiser.state[tensor]) for name, tensor in masters.items()},
             "steps": self.steps,
             "norms": list(self._norms),
             "caps": self.caps.state_dict(),
@@ -191,9 +206,9 @@ class Trainer:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to what ``state_dict`` gave."""
-        for master, entry in zip(self.masters.tensors, self.masters.layout.entries, strict=True):
-            master.copy_(state["masters"][entry.name])
-            slots = {slot: _copied(value, master) for slot, value in state["optimiser"][entry.name].items()}
+        for name, master in zip(self.masters.names, self.masters.tensors, strict=True):
+            master.copy_(state["masters"][name])
+            slots = {slot: _copied(value, master) for slot, value in state["optimiser"][name].items()}
             self._optimiser.state[master] = slots
         self.steps, self._norms = int(state["steps"]), list(state["norms"])
         self.caps.load_state_dict(state["caps"])
@@ -209,10 +224,12 @@ class Trainer:
         if self.correction.second_moment is not None:
             log_bound = self._survey(batch, self.correction.second_moment, should_stop)
         for micro in self._share(batch, should_stop):
-            loss, stats = self._together(self._forward, micro.to(self.ranks.device), log_bound)
+            given = micro.to(self.ranks.device)
+            log_ref_N = None if self._reference is None else self._reference.logprobs(given, **self._chunks())
+            loss, stats, distance_N = self._together(self._forward, given, log_bound, log_ref_N)
             loss.backward()  # also when it is not finite: all ranks make the same exchanges
             if not micro.idle:
-                seen.append(_Seen.of(micro, stats.to_cpu()))
+                seen.append(_Seen.of(micro, stats.to_cpu(), distance_N.cpu()))
             if self.ranks.any(not bool(torch.isfinite(loss))):
                 skipped = "non_finite_loss"
                 break
@@ -226,31 +243,33 @@ class Trainer:
                 raise StepAbandoned
             yield micro
 
-    def _forward(self, micro: Microbatch, log_bound: float | None = None) -> tuple[Tensor, TokenStats]:
+    def _forward(self, micro: Microbatch, log_bound: float | None = None, log_ref_N: Tensor | None = None
+                 ) -> tuple[Tensor, TokenStats, Tensor]:
+        """Loss and statistics of a microbatch, and each token's distance from the reference policy."""
         hidden_ND, weight_VD = self._hidden(micro), self.model.get_output_embeddings().weight
-        rule = self._rule(micro, log_bound)
+        tokens, distance_N, log_p_N = micro.tokens, torch.zeros(0), torch.zeros(0)
+        if self.correction.level != "token" or log_ref_N is not None:
+            log_p_N = drawn_logprobs(hidden_ND, weight_VD, tokens.target_N, **self._chunks())
+        if log_ref_N is not None:
+            tokens = pulled(micro, log_p_N, log_ref_N, self.config.loss.kl_coef)
+            distance_N = distance(log_p_N, log_ref_N)
+        rule = self._rule(tokens, log_bound)
         if self.correction.level != "token":
-            log_p_N = drawn_logprobs(hidden_ND, weight_VD, micro.tokens.target_N, **self._chunks(weight_VD))
-            rule = sequence_rule(rule, self.correction, micro.tokens, log_p_N)
-        return head_loss(hidden_ND, weight_VD, micro.tokens, rule, **self._chunks(weight_VD))
+            rule = sequence_rule(rule, self.correction, tokens, log_p_N)
+        return *head_loss(hidden_ND, weight_VD, tokens, rule, **self._chunks()), distance_N
 
     def _hidden(self, micro: Microbatch) -> Tensor:
         """(N, D) final hidden states that predict the loss tokens, float32."""
         with torch.autocast(self.ranks.device.type, torch.bfloat16, self.config.batch.compute == "bfloat16"):
-            hidden_BLD = self.model.base_model(
-                input_ids=micro.ids_BL, attention_mask=micro.mask_11LL, position_ids=micro.positions_BL,
-                use_cache=False,
-            ).last_hidden_state
-        hidden_ND: Tensor = hidden_BLD.flatten(0, 1).index_select(0, micro.source_N)
-        return hidden_ND.float()
+            return hidden_states(self.model, micro)
 
-    def _rule(self, micro: Microbatch, log_bound: float | None) -> TokenRule:
-        tokens, loss = micro.tokens, self.config.loss
+    def _rule(self, tokens: LossTokens, log_bound: float | None) -> TokenRule:
+        loss = self.config.loss
         cap_N = self.caps.caps(tokens.lag_N, loss.cap, loss.cap_decay) if self.correction.aged else None
         return token_rule(tokens.lag_N, tokens.signal_N, self.correction, cap_N=cap_N, log_bound=log_bound)
 
-    def _chunks(self, weight_VD: Tensor) -> dict[str, Any]:
-        rows = chunk_rows(len(weight_VD), self.config.batch.head_chunk_mib)
+    def _chunks(self) -> dict[str, Any]:
+        rows = chunk_rows(self.model.config.vocab_size, self.config.batch.head_chunk_mib)
         return {"temperature": self.rules.temperature_milli / 1000, "rows": rows}
 
     @torch.no_grad()
@@ -267,15 +286,7 @@ class Trainer:
     def _drawn(self, micro: Microbatch) -> Tensor:
         """(N,) log p of the drawn tokens."""
         weight_VD = self.model.get_output_embeddings().weight
-        return drawn_logprobs(self._hidden(micro), weight_VD, micro.tokens.target_N, **self._chunks(weight_VD))
-
-    def _gradient_norm(self) -> float:
-        """Global L2 norm; 0 when there is no gradient."""
-        norms = [torch.linalg.vector_norm(local(p.grad)) for p in self.masters.parameters if p.grad is not None]
-        if not norms:
-            return 0.0
-        mine = torch.linalg.vector_norm(torch.stack(norms))
-        return float(mine if self.ranks.size == 1 else self.ranks.total(mine.square()).sqrt())
+        return drawn_logprobs(self._hidden(micro), weight_VD, micro.tokens.target_N, **self._chunks())
 
     def _judge(self, norm: float) -> str | None:
         if not np.isfinite(norm):
@@ -290,21 +301,20 @@ class Trainer:
         self._norms = [*self._norms, norm][-_HISTORY:]
         self.steps += 1
         scale = min(1.0, self.config.optim.max_grad_norm / (norm + 1e-6))
-        for master, parameter in zip(self.masters.tensors, self.masters.parameters, strict=True):
-            master.grad = None if parameter.grad is None else local(parameter.grad).mul_(scale)
+        for master in self.masters.tensors:
+            if master.grad is not None:
+                master.grad.mul_(scale)
         for group in self._optimiser.param_groups:
             group["lr"] = self._rate() * rate_scale
         self._optimiser.step()
         self.masters.push()
 
     def _rate(self) -> float:
-        optim = self.config.optim
-        return optim.lr * min(1.0, max(1, self.steps) / optim.warmup_steps) if optim.warmup_steps else optim.lr
+        return learning_rate(self.steps, self.config.optim)
 
     def _drop_gradients(self) -> None:
         settle(self._together)
-        for master, parameter in zip(self.masters.tensors, self.masters.parameters, strict=True):
-            master.grad = parameter.grad = None
+        self.masters.drop_gradients()
 
 
 def rollout_numbers(micro: Microbatch, stats: TokenStats) -> list[RolloutNumbers]:
@@ -332,16 +342,10 @@ def _copied(value: Any, master: Tensor) -> Any:
     return value.to(master.device, copy=True) if value.ndim else value.clone()
 
 
-def _adamw(tensors: list[Tensor], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101); weight decay on matrices only, as is usual."""
-    groups = [
-        {"params": [t for t in tensors if t.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [t for t in tensors if t.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=(config.beta1, config.beta2),
-        eps=config.eps, fused=True,
-    )
+def _masters(model: nn.Module, layout: Layout, state: State, config: LearnerConfig, ranks: Ranks) -> Masters:
+    if config.lora.rank == 0:
+        return Masters(model, layout, state, ranks)
+    return Adapters(model, layout, state, ranks, config.lora, config.seed)
 
 
 def _check_head(model: Any) -> None:

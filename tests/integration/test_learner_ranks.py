@@ -141,7 +141,9 @@ def kill_rank(launcher: int, rank: int) -> None:
 
 def test_two_ranks_killed_and_started_again_make_the_same_bits(server: Server, tmp_path: Path):
     """N steps, kill -9, N steps are 2N steps: weights, masters and moments, at the same number of processes."""
-    command = ["-m", "learner", *arguments(server, tmp_path, "--set", "batch.max_tokens=24")]
+    given = arguments(server, tmp_path, "--set", "batch.max_tokens=24")
+    # the launcher takes --log for an abbreviation of its own
+    command = ["-m", "learner", *("--log-file" if word == "--log" else word for word in given)]
     killed = threading.Event()
 
     def act(call: str) -> None:
