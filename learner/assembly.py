@@ -11,6 +11,7 @@ import torch
 from learner.checkpoint import ResumePoints
 from learner.config import LearnerConfig, ProcessConfig
 from learner.crew import Lead, Opening, follow
+from learner.exposition import Exposition
 from learner.journal import Journal
 from learner.places import Places, learner_key, read_model
 from learner.ranks import Ranks, rank_faults
@@ -49,6 +50,7 @@ def assemble(places: Places, config: LearnerConfig, client: CoordinatorClient, m
         client=client, store=open_store(places.store), identity=identity, manifest=manifest,
         trainer=trainer if ranks.size == 1 else Lead(trainer, ranks), journal=journal,
         points=ResumePoints(places.work), config=config, clock=clock, should_stop=should_stop,
+        show=Exposition(places.work / "metrics.prom", config.process.metrics_port).show,
     )
 
 

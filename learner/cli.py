@@ -45,7 +45,7 @@ def run(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan and end.")] = False,
     log: Annotated[Path | None, typer.Option(
-        "--log", "--log-file", help="Log file (JSON lines); standard error if not given. torchrun needs the longer name.",
+        "--log", "--log-file", help="Log file (JSON lines); else standard error. torchrun needs the longer name.",
     )] = None,
 ) -> None:
     """Train until the run is complete. SIGTERM stops cleanly; the same command goes on from there."""
@@ -143,6 +143,45 @@ def replay_command(
                 hint="if threads, processor family and torch are the learner's, the record was changed",
             )
     print(f"version {version} follows from its record")
+
+
+@app.command("steps", epilog="Example: assay learner steps --work learner --watch")
+def steps_command(
+    work: Annotated[Path, typer.Option(help="Work directory of the learner.", exists=True, file_okay=False)],
+    last: Annotated[int, typer.Option(min=1, help="How many versions to show.")] = 20,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on showing until Ctrl-C.")] = False,
+) -> None:
+    """Show the last steps as a table, the newest by lag, and warnings in words."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from learner.journal import Journal
+    from learner.table import steps_table
+    from protocol.clock import SystemClock
+
+    journal, clock, console = Journal(work), SystemClock(), Console()
+    if not watch:
+        console.print(steps_table(journal.metrics()[-last:]))
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(steps_table(journal.metrics()[-last:]), refresh=True)
+            clock.sleep(1.0)
+
+
+@app.command("plot", epilog="Example: assay learner plot --work learner --out learner.html")
+def plot_command(
+    work: Annotated[Path, typer.Option(help="Work directory of the learner.", exists=True, file_okay=False)],
+    out: Annotated[Path, typer.Option(help="HTML file to write; it needs no other file and no network.")],
+) -> None:
+    """Draw the metrics of all versions as one self-contained page."""
+    from learner.disk import write_file
+    from learner.journal import Journal
+    from learner.plot import page
+
+    lines = Journal(work).metrics()
+    write_file(out, page(lines, f"learner in {work.resolve().name}: {len(lines)} versions").encode())
+    print(f"{len(lines)} versions in {out}")
 
 
 @app.command("init-model", epilog="Example: assay learner init-model --preset tiny --out model")

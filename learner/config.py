@@ -174,6 +174,8 @@ class ProcessConfig(Config):
     """Threads torch may use. A step is bit-reproducible at the same number of threads."""
     poll_ms: Annotated[int, Field(ge=10, le=600_000)] = 500
     """How often the coordinator is asked for admitted groups while waiting."""
+    metrics_port: Annotated[int, Field(ge=1, le=65_535)] | None = None
+    """Port on loopback where Prometheus finds the newest step's numbers; they are in metrics.prom in any case."""
     say_after_ms: Annotated[int, Field(ge=100)] = 10_000
     """After how long a wait says what it waits for."""
     checkpoint_every_versions: Annotated[int, Field(ge=1)] = 1

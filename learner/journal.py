@@ -9,6 +9,7 @@
     batches/00000012/told              empty: everybody was told
     quarantine.jsonl                   groups and batches that must not be trained on, with the reason
     metrics.jsonl                      one line per version
+    metrics.prom                       the newest of them for Prometheus
 
 With the model's first weights and the bundles, which the object store keeps, this is enough to make every later
 version again, byte by byte.
@@ -176,6 +177,10 @@ class Journal:
         last = max((int(line["version"]) for line in _lines(path)), default=-1)
         if metrics["version"] > last:
             append_line(path, json.dumps(metrics, allow_nan=False))
+
+    def metrics(self) -> list[Metrics]:
+        """The lines of all versions, oldest first."""
+        return _lines(self.work / "metrics.jsonl")
 
     # -- files -------------------------------------------------------------------------------------------
 

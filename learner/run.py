@@ -73,14 +73,16 @@ class Learner:
         trainer: holding the run's first weights.
         journal, points: the work directory.
         should_stop: asked between microbatches and polls.
+        show: given the metrics of each version that everybody was told of.
     """
 
     def __init__(self, *, client: LearnerClient, store: Store, identity: Identity, manifest: RunManifest,
                  trainer: Training, journal: Journal, points: ResumePoints, config: LearnerConfig, clock: Clock,
-                 should_stop: Callable[[], bool] = lambda: False, publisher: Publisher | None = None):
+                 should_stop: Callable[[], bool] = lambda: False, publisher: Publisher | None = None,
+                 show: Callable[[Metrics], None] = lambda _: None):
         self.client, self.manifest, self.trainer = client, manifest, trainer
         self.journal, self.points, self.config, self.clock = journal, points, config, clock
-        self.should_stop = should_stop
+        self.should_stop, self.show = should_stop, show
         self.publisher = publisher or Publisher(
             client, store, identity, manifest, trainer.layout, config.publish, clock
         )
@@ -368,6 +370,7 @@ class Learner:
         self._insist("announce a version", lambda: self.publisher.tell(version, publication.manifest, receipt))
         if receipt is not None:
             self.journal.write_metrics(publication.metrics)
+            self.show(publication.metrics)
         self.journal.set_told(version)
         shown = ("version", "reward_mean", "loss", "kl", "ess", "diff_bytes", "skipped")
         metrics = publication.metrics

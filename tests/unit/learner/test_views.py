@@ -1,0 +1,82 @@
+"""Metrics on view: Prometheus, the table, the page of curves."""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from learner.cli import app
+from learner.exposition import Exposition
+from learner.plot import page
+from protocol.errors import E_CONFIG, LocalFault
+
+STEP = {
+    "version": 3, "reward_mean": 0.25, "loss": None, "kl": 1e-4, "head_kl": 2e-4, "ess": 0.91, "ess_used": 0.95,
+    "ratio_p99": 1.5, "ratio_max": 4.0, "truncated": 0.02, "head_mass_q": 0.97, "lag_mean": 1.5, "lag_max": 3,
+    "lag_histogram": {"0": 5, "3": 7}, "groups_left_out": {"no_signal": 2}, "skipped": None, "diff_bytes": 1234,
+    "by_lag": {"0": {"tokens": 5, "kl": 1e-9, "ess": 1.0}, "2-3": {"tokens": 7, "kl": 2e-4, "ess": 0.8}},
+}
+LOW = STEP | {
+    "version": 4, "ess": 0.2, "by_lag": {"1": {"tokens": 3, "kl": 0.1, "ess": 0.2}}, "lag_histogram": {"1": 3},
+}
+
+
+def test_prometheus_sees_the_newest_step_only(tmp_path):
+    exposition = Exposition(tmp_path / "metrics.prom")
+    exposition.show(STEP)
+    text = (tmp_path / "metrics.prom").read_text()
+    for line in (
+        "assay_learner_ess 0.91", 'assay_learner_by_lag_ess{lag="2-3"} 0.8', 'assay_learner_lag_tokens{lag="3"} 7.0',
+        'assay_learner_left_out_groups{reason="no_signal"} 2.0', "assay_learner_skipped 0.0",
+    ):
+        assert line in text.splitlines()
+    assert "assay_learner_loss" not in text
+    exposition.show(LOW | {"skipped": "non_finite_loss"})
+    text = (tmp_path / "metrics.prom").read_text()
+    assert 'lag="2-3"' not in text
+    assert "assay_learner_skipped 1.0" in text.splitlines()
+
+
+def test_prometheus_over_http(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    Exposition(tmp_path / "metrics.prom", port).show(STEP)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        assert b"assay_learner_ess 0.91" in answer.read()
+    with pytest.raises(LocalFault) as caught:
+        Exposition(tmp_path / "metrics.prom", port)
+    assert caught.value.code == E_CONFIG
+
+
+def work_dir(folder: Path) -> Path:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in (STEP, LOW)))
+    return folder
+
+
+def test_the_table_warns_in_words(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
+    result = CliRunner().invoke(app, ["steps", "--work", str(work_dir(tmp_path))], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "effective sample size 0.20 is below 0.3" in result.output
+    for word in ("0.91", "1,234", "by lag"):
+        assert word in result.output
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert CliRunner().invoke(app, ["steps", "--work", str(empty)], catch_exceptions=False).exit_code == 0
+
+
+def test_the_page_needs_nothing_else(tmp_path):
+    out = tmp_path / "page.html"
+    result = CliRunner().invoke(app, ["plot", "--work", str(work_dir(tmp_path)), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    html = out.read_text()
+    assert "ess, lag 2-3" in html
+    assert "effective sample size" in html
+    assert 'src="http' not in html
+    assert page([], "nothing yet").startswith("<!doctype html>")
