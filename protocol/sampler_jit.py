@@ -34,11 +34,13 @@ from protocol.rollout import NO_CODE
 _MIX_1, _MIX_2 = np.uint64(MIX_1), np.uint64(MIX_2)
 _POSITION_STEP, _ID_STEP = np.uint64(POSITION_STEP), np.uint64(ID_STEP)
 _HEAD, _TAIL, _TAIL_ID = np.uint64(HEAD_DOMAIN), np.uint64(TAIL_DOMAIN), np.uint64(TAIL_ID)
-_S1, _S12, _S27, _S30, _S31 = (np.uint64(n) for n in (1, 12, 27, 30, 31))
+_S1, _S12, _S27, _S30, _S31, _S33 = (np.uint64(n) for n in (1, 12, 27, 30, 31, 33))
 _NO_CODE = np.uint16(NO_CODE)
 _C0, _C1, _C2, _C3, _C4, _C5, _C6, _C7, _C8, _C9, _C10 = SERIES
-#: -ln u >= 1 - u, so an entry with SAFE (1 - u) / W above the best score cannot win; 1e-4 is far beyond rounding.
+#: With v = 1 - u, -ln u >= v + v^2 / 2 + v^3 / 3, so an entry with SAFE times that over W above the best score cannot
+#: win; 1e-4 is far beyond rounding.
 _SAFE = 0.9999
+_THIRD = 1.0 / 3.0
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -100,6 +102,25 @@ def _exponential(u: float) -> float:
 
 
 @_inlined
+def _cannot_win(u: float, threshold: float) -> bool:
+    """Whether -ln u is above ``threshold`` for certain; cheap, and seldom false when it could be true."""
+    v = 1.0 - u
+    return v * (1.0 + v * (0.5 + v * _THIRD)) * _SAFE > threshold
+
+
+@_inlined
+def _beats(
+    k3: np.uint64, key: np.uint64, rival: np.uint64, weight: float, best: float, winner: np.uint64
+) -> bool:
+    """Whether ``rival`` wins the race against ``winner`` with its score ``best``."""
+    u = _uniform(k3, key, rival)
+    if _cannot_win(u, best * weight):
+        return False
+    score = _exponential(u) / weight
+    return score < best or (score == best and rival < winner)
+
+
+@_inlined
 def _head_winner(
     k3: np.uint64, key: np.uint64, ids: NDArray[Any], codes: NDArray[Any], tail_code: int, weights: NDArray[np.float64]
 ) -> np.uint64:
@@ -109,7 +130,7 @@ def _head_winner(
         candidate = np.uint64(ids[i])
         weight = weights[codes[i]]
         u = _uniform(k3, key, candidate)
-        if (1.0 - u) * _SAFE > best * weight:
+        if _cannot_win(u, best * weight):
             continue
         score = _exponential(u) / weight
         if score < best or (score == best and candidate < winner):
@@ -137,18 +158,37 @@ def replay(
     head_codes: NDArray[np.uint16], tail_codes: NDArray[np.uint16], token_codes: NDArray[np.uint16],
     weights: NDArray[np.float64], words: NDArray[np.uint64],
 ) -> int:
-    """First position whose token is not the one selected, -1 when there is none (see ``sampler.replay``)."""
-    end = np.int64(0)
+    """First position whose token is not the one selected, -1 when there is none (see ``sampler.replay``).
+
+    The recorded symbol must be the winner, so one exact score and a cheap bound for every rival decide nearly all.
+    """
+    k3, end = words[3], np.int64(0)
     for t in range(len(tokens)):
         start, end = end, end + np.int64(head_lengths[t])
-        ids = head_ids[start:end]
         key = _row_key(words[0], words[1], words[2], np.uint64(t), _HEAD)
-        winner = _head_winner(words[3], key, ids, head_codes[start:end], tail_codes[t], weights)
-        drawn = token_codes[t] != _NO_CODE
-        if winner != _TAIL_ID:
-            if drawn or winner != np.uint64(tokens[t]):
-                return t
-        elif not drawn or np.any(ids == tokens[t]):
+        drawn, place = token_codes[t] != _NO_CODE, np.int64(-1)
+        for i in range(start, end):
+            if head_ids[i] == tokens[t]:
+                place = i
+        if drawn == (place >= 0):
+            return t
+        winner, tail_weight = np.uint64(tokens[t]), weights[tail_codes[t]]
+        weight = tail_weight if drawn else weights[head_codes[place]]
+        if drawn:
+            winner = _TAIL_ID
+        if weight <= 0.0:
+            return t
+        best = _exponential(_uniform(k3, key, winner)) / weight
+        rivals = np.int64(0)
+        for i in range(start, end):  # without branches: several entries at once
+            h = _mix64(k3 ^ _mix64(key + np.uint64(head_ids[i]) * _ID_STEP))
+            v = 1.0 - (np.float64(np.int32(h >> _S33)) + 1.0) * 2.0**-31
+            rivals += v * (1.0 + v * (0.5 + v * _THIRD)) * _SAFE <= best * weights[head_codes[i]]
+        if rivals > 1 or (rivals == 1 and drawn):
+            for i in range(start, end):
+                if i != place and _beats(k3, key, np.uint64(head_ids[i]), weights[head_codes[i]], best, winner):
+                    return t
+        if not drawn and tail_weight > 0.0 and _beats(k3, key, _TAIL_ID, tail_weight, best, winner):
             return t
     return -1
 
@@ -190,7 +230,7 @@ def tail_races(
             if mass <= 0.0:
                 continue
             u = _uniform(k3, key, np.uint64(token))
-            if (1.0 - u) * _SAFE > best * mass:
+            if _cannot_win(u, best * mass):
                 continue
             score = _exponential(u) / mass
             if score < best:

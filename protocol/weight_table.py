@@ -54,6 +54,16 @@ def float_weights(steps_per_nat: int) -> NDArray[np.float64]:
     return weights
 
 
+def exp_minus_powers(steps_per_nat: int, count: int) -> tuple[int, list[int]]:
+    """(one, [exp(-c / steps_per_nat) for c < count]) in fixed point: divide by ``one``."""
+    one = value = 1 << _PRECISION
+    ratio, powers = _exp_minus(steps_per_nat), []
+    for _ in range(count):
+        powers.append(value)
+        value = (value * ratio) >> _PRECISION
+    return one, powers
+
+
 def _exp_minus(steps_per_nat: int) -> int:
     """exp(-1 / steps_per_nat) as a fixed-point integer: the reciprocal of the series of exp(1 / steps_per_nat)."""
     term = total = 1 << _PRECISION

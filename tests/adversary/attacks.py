@@ -269,10 +269,16 @@ def _claiming(bundle: Bundle, segments: list[Segment]) -> Bundle:
     ))
 
 
-@attack("truncated bundle", "T0", "E_BUNDLE_FRAME", "E_TOO_LARGE")
+@attack("truncated bundle", "T0", "E_BUNDLE_PACKED", "E_BUNDLE_COLUMNS")
 def truncated(world: World, lease: Lease) -> Submission:
     bundle = world.honest(lease)
     return world.submission(lease, bundle, data=bundles.encode(bundle)[:-20])
+
+
+@attack("truncated simple bundle", "T0", "E_BUNDLE_FRAME", "E_TOO_LARGE")
+def truncated_simple(world: World, lease: Lease) -> Submission:
+    bundle = world.honest(lease)
+    return world.submission(lease, bundle, data=bundles.encode_simple(bundle)[:-20])
 
 
 @attack("decompression bomb", "T0", "E_TOO_LARGE")

@@ -148,10 +148,14 @@ def leaves_of(r: dict[str, Any]) -> list[bytes]:
     return leaves
 
 
-def make() -> None:
+def two_rollouts() -> list[dict[str, Any]]:
     first = rollout(made_up_logits(40), SEED, RULES) | {"segments": [[0, 1, 0], [16, 2, 0], [32, 4, 1]]}
-    second = rollout(made_up_logits(5), bytes(32), RULES) | {"sample": 3, "finish": 0}
-    rollouts = [first, second]
+    return [first, rollout(made_up_logits(5), bytes(32), RULES) | {"sample": 3, "finish": 0}]
+
+
+def make() -> None:
+    rollouts = two_rollouts()
+    first = rollouts[0]
     columns = packed(rollouts)
     good = content(columns)
     roots = [counted(leaves_of(r)) for r in rollouts]

@@ -6,10 +6,11 @@ tree as it is, unless a format was changed on purpose.
 
 from __future__ import annotations
 
-from tests.vectors import make_bundle, make_log, make_messages, make_sampler
+from tests.vectors import make_bundle, make_log, make_messages, make_packed, make_sampler
 
 if __name__ == "__main__":
     make_sampler.make()
     make_bundle.make()
+    make_packed.make()
     make_messages.make()
     make_log.make()

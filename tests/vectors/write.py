@@ -21,6 +21,6 @@ def write(folder: str, name: str, value: dict[str, Any]) -> None:
 
 #: Folder -> the generator that writes it.
 ORIGIN = {
-    "sampler": "sampler", "rollout-bundle": "bundle", "merkle": "bundle", "canonical-json": "messages",
-    "envelope": "messages", "messages": "messages", "log": "log",
+    "sampler": "sampler", "rollout-bundle": "bundle", "packed-bundle": "packed", "merkle": "bundle",
+    "canonical-json": "messages", "envelope": "messages", "messages": "messages", "log": "log",
 }

@@ -1,4 +1,4 @@
-"""Bundles survive the wire; whatever else arrives is a peer's fault, found in bounded memory."""
+"""Bundles in the simple form survive the wire; whatever else arrives is a peer's fault, found in bounded memory."""
 
 import json
 import tracemalloc
@@ -11,7 +11,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.bundle import decode, encode
+from protocol.bundle import decode, encode_simple
 from protocol.commitment import bundle_root
 from protocol.errors import PeerFault
 from protocol.rollout import NO_CODE, Bundle, Finish, Segment, SwapMode
@@ -59,13 +59,13 @@ def bundle() -> Bundle:
 
 @pytest.fixture(scope="module")
 def data(bundle: Bundle) -> bytes:
-    return encode(bundle)
+    return encode_simple(bundle)
 
 
 def test_a_bundle_comes_back_as_it_was(bundle, data):
     back = decode(data, RULES)
     _same(bundle, back)
-    assert encode(back) == data
+    assert encode_simple(back) == data
     assert bundle_root(back, "00" * 32) == bundle_root(bundle, "00" * 32)
     assert any(np.any(r.token_codes != NO_CODE) for r in bundle.rollouts)
 
@@ -83,7 +83,7 @@ def test_wide_values_come_back():
         head_ids=ids, head_codes=codes, tail_codes=np.array([0, 65_535, 1], np.uint16),
         token_codes=np.array([NO_CODE, 77, NO_CODE], np.uint16), segments=(Segment(0, 2**48 - 1),),
     )
-    _same(Bundle((rollout,)), decode(encode(Bundle((rollout,))), rules))
+    _same(Bundle((rollout,)), decode(encode_simple(Bundle((rollout,))), rules))
 
 
 def test_the_content_is_a_safetensors_file(bundle, data):
@@ -100,9 +100,9 @@ def test_what_cannot_be_said_is_our_own_bug(bundle):
     rollout = bundle.rollouts[0]
     inside = int(np.flatnonzero(rollout.token_codes == NO_CODE)[0])
     with pytest.raises(ValueError, match="token code"):
-        encode(Bundle((edited(rollout, token_codes={inside: 5}),)))
+        encode_simple(Bundle((edited(rollout, token_codes={inside: 5}),)))
     with pytest.raises(ValueError, match="at least one"):
-        encode(Bundle(()))
+        encode_simple(Bundle(()))
 
 
 def test_frames_must_be_one_of_a_declared_size(data):
@@ -133,7 +133,7 @@ def test_memory_stays_within_a_small_multiple_of_the_limit():
     rules = make_rules(max_new_tokens=131_072, vocab_size=2, head_size=1)
     rollout = make_rollout(np.random.default_rng(0), rules, make_seed(0), length=4)
     many = replace(rollout, **{name: np.tile(getattr(rollout, name)[:1], 60_000) for name in COLUMNS})
-    big = encode(Bundle((many,)))
+    big = encode_simple(Bundle((many,)))
     tracemalloc.start()
     decode(big, rules, max_bytes=limit)
     peak = tracemalloc.get_traced_memory()[1]
@@ -210,7 +210,7 @@ def test_columns_that_contradict_are_refused(data, column, index, value, dtype, 
 def test_a_head_token_disguised_as_a_tail_draw_is_not_canonical(bundle):
     rollout = bundle.rollouts[0]
     tail = int(np.flatnonzero(rollout.token_codes != NO_CODE)[0])
-    content = _content(encode(Bundle((rollout,))))
+    content = _content(encode_simple(Bundle((rollout,))))
     head_id = int(rollout.head_ids[np.cumsum(rollout.head_lengths)[tail] - 1])
     with pytest.raises(PeerFault, match="E_BUNDLE_CANONICAL"):
         decode(_set(content, "drawn_id", 0, head_id, "u1"), RULES)
@@ -218,9 +218,9 @@ def test_a_head_token_disguised_as_a_tail_draw_is_not_canonical(bundle):
 
 def test_lists_of_rollouts_are_bounded():
     rollout = make_rollout(np.random.default_rng(0), RULES, make_seed(0), length=1)
-    decode(encode(Bundle((rollout,) * 1024)), RULES)
+    decode(encode_simple(Bundle((rollout,) * 1024)), RULES)
     with pytest.raises(PeerFault, match="E_BUNDLE_COLUMNS"):
-        decode(encode(Bundle((rollout,) * 1025)), RULES)
+        decode(encode_simple(Bundle((rollout,) * 1025)), RULES)
 
 
 def test_rules_bound_what_is_read(data):
@@ -238,7 +238,7 @@ def _decode_or_peer_fault(data: bytes) -> None:
         bundle = decode(data, RULES, max_bytes=2**20)
     except PeerFault:
         return
-    assert bytes(_content(encode(bundle))) == bytes(_content(data))
+    assert bytes(_content(encode_simple(bundle))) == bytes(_content(data))
 
 
 @settings(max_examples=80)
@@ -284,4 +284,4 @@ def test_mutated_frames_are_the_same_bundle_or_a_peer_fault(data, drawn):
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 60))
 def test_any_honest_bundle_comes_back(number, samples, length):
     bundle = make_bundle(np.random.default_rng(number), RULES, samples=samples, length=length)
-    _same(bundle, decode(encode(bundle), RULES))
+    _same(bundle, decode(encode_simple(bundle), RULES))

@@ -167,12 +167,26 @@ def test_bundles(case):
     expected = [_rollout(columns) for columns in case["rollouts"]]
     for ours, theirs in zip(bundle.rollouts, expected, strict=True):
         _same(ours, theirs)
-    content = zstandard.ZstdDecompressor().decompress(bundles.encode(Bundle(tuple(expected))))
+    content = zstandard.ZstdDecompressor().decompress(bundles.encode_simple(Bundle(tuple(expected))))
     assert hashlib.sha256(content).hexdigest() == case["content_sha256"]
     lease = bytes.fromhex(case["lease_sha256"])
     roots = [bundles.rollout_root(r, lease + r.sample.to_bytes(4, "little")) for r in bundle.rollouts]
     assert [root.hex() for root in roots] == case["rollout_roots"]
     assert bundles.bundle_root(bundle, case["lease_sha256"]) == case["bundle_root"]
+
+
+@_cases("packed-bundle")
+def test_packed_bundles(case):
+    rules, data = SamplingRules(**case["rules"]), base64.b64decode(case["data"])
+    if "error" in case:
+        with pytest.raises(PeerFault) as caught:
+            bundles.decode(data, rules, max_bytes=case["max_bytes"])
+        assert caught.value.code == case["error"]
+        return
+    expected = [_rollout(columns) for columns in case["rollouts"]]
+    for ours, theirs in zip(bundles.decode(data, rules).rollouts, expected, strict=True):
+        _same(ours, theirs)
+    assert bundles.encode(Bundle(tuple(expected))) == data
 
 
 @_cases("merkle")
@@ -236,7 +250,7 @@ def test_messages(case):
 
 
 def test_every_refused_case_names_a_registered_code():
-    folders = ("sampler", "rollout-bundle", "merkle", "canonical-json", "envelope", "messages")
+    folders = ("sampler", "rollout-bundle", "packed-bundle", "merkle", "canonical-json", "envelope", "messages")
     errors = [_load(path)["error"] for folder in folders for path in (VECTORS / folder).glob("*_fail.json")]
     assert len(errors) >= 100
     assert set(errors) - {"E_REPLAY"} <= set(CODES)
