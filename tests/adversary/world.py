@@ -208,7 +208,8 @@ class World:
             model=ModelSpec(name="tiny", layout_sha256=self.layout.sha256, files=files),
             environments=[Environment(name="sort", kind="sort", params={"order": "ascending"})],
             sampling=SamplingRules(
-                head_size=16, swap_grid=8, max_new_tokens=max_new_tokens, eos_token_ids=[EOS], vocab_size=VOCAB
+                steps_per_nat=256, head_size=16, head_max_code=3_537, swap_grid=8, max_new_tokens=max_new_tokens,
+                eos_token_ids=[EOS], vocab_size=VOCAB,
             ),
             batch=BatchRules(groups_per_batch=2, group_size=8, samples_per_lease=4, max_lag_versions=3),
             audit=AuditPolicy(), profiles=[PROFILE],
