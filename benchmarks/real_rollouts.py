@@ -127,7 +127,7 @@ def generate(
     cache: Path | None = None,
 ) -> tuple[list[Lease], float]:
     """One lease per group and the seconds that generating them took; read from ``cache`` when it has them."""
-    what = [workload.name, rules.model_dump(), list(groups), samples, slots]
+    what = [workload.environment.model_dump(), rules.model_dump(), list(groups), samples, slots]
     name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
     path = None if cache is None else cache / f"rollouts-{workload.name}-{name}.npz"
     if path is None or not path.exists():

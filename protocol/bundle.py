@@ -28,8 +28,6 @@ def encode(bundle: Bundle) -> bytes:
     Raises:
         ValueError: a head token carries a token code, or nothing to encode (our own bug).
     """
-    if not bundle.rollouts:
-        raise ValueError("a bundle holds at least one rollout")
     return encode_packed(bundle) or encode_simple(bundle)
 
 

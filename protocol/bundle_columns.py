@@ -90,25 +90,26 @@ class Draws:
 
     @classmethod
     def of(cls, bundle: Bundle) -> Draws:
-        """The draws of a bundle.
-
-        Raises:
-            ValueError: a head token carries a token code (our own bug).
-        """
-        rollouts = bundle.rollouts
-        entries = [token_entries(rollout) for rollout in rollouts]
-        for rollout, entry in zip(rollouts, entries, strict=True):
-            if np.any((entry >= 0) & (rollout.token_codes != NO_CODE)):
-                raise ValueError("a token of the head carries a token code")
-        ranks = [
-            np.where(entry >= 0, entry - offsets(rollout), DRAWN)
-            for rollout, entry in zip(rollouts, entries, strict=True)
-        ]
+        """The draws of a bundle."""
         return cls(
-            rank=np.concatenate(ranks).astype(np.uint8), token=_joined(bundle, "tokens"),
-            tail_code=_joined(bundle, "tail_codes"), token_code=_joined(bundle, "token_codes"),
-            head_id=_joined(bundle, "head_ids"), head_code=_joined(bundle, "head_codes"),
+            rank=np.concatenate([_ranks(rollout) for rollout in bundle.rollouts]).astype(np.uint8),
+            token=_joined(bundle, "tokens"), tail_code=_joined(bundle, "tail_codes"),
+            token_code=_joined(bundle, "token_codes"), head_id=_joined(bundle, "head_ids"),
+            head_code=_joined(bundle, "head_codes"),
         )
+
+
+def check_sayable(bundle: Bundle) -> None:
+    """Whether a wire form can carry the bundle.
+
+    Raises:
+        ValueError: a head token carries a token code, or there is no rollout (our own bug).
+    """
+    if not bundle.rollouts:
+        raise ValueError("a bundle holds at least one rollout")
+    for rollout in bundle.rollouts:
+        if np.any((token_entries(rollout) >= 0) & (rollout.token_codes != NO_CODE)):
+            raise ValueError("a token of the head carries a token code")
 
 
 def to_bundle(frame: Frame, draws: Draws, rules: SamplingRules) -> Bundle:
@@ -146,6 +147,11 @@ def require(holds: Any, expected: str, got: Any) -> None:
     """
     if not holds:
         raise PeerFault(E_BUNDLE_COLUMNS, "columns do not fit", expected=expected, got=got)
+
+
+def _ranks(rollout: Rollout) -> NDArray[np.int64]:
+    entries = token_entries(rollout)
+    return np.where(entries >= 0, entries - offsets(rollout), DRAWN)
 
 
 def _joined(bundle: Bundle, column: str) -> NDArray[Any]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.bundle_columns import DRAWN, MAX_ROLLOUTS, Draws, Frame, require, to_bundle
+from protocol.bundle_columns import DRAWN, MAX_ROLLOUTS, Draws, Frame, check_sayable, require, to_bundle
 from protocol.bundle_simple import E_BUNDLE_CANONICAL
 from protocol.errors import E_TOO_LARGE, PeerFault, code
 from protocol.messages import SamplingRules
@@ -31,10 +31,11 @@ def encode_packed(bundle: Bundle) -> bytes | None:
     """The bundle in its packed form, or None if that is larger than the plain numbers.
 
     Raises:
-        ValueError: a head token carries a token code (our own bug).
+        ValueError: a head token carries a token code, or nothing to encode (our own bug).
     """
     from protocol import bit_coder, packed_tokens
 
+    check_sayable(bundle)
     frame, draws = Frame.of(bundle), Draws.of(bundle)
     counts = [len(frame.sample), len(frame.segment_start), len(frame.head_length), len(draws.head_id)]
     width = max(1, int(max(draws.head_id.max(), draws.token.max())).bit_length())

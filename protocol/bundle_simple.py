@@ -16,7 +16,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from protocol.bundle_columns import DRAWN, Draws, Frame, require, to_bundle
+from protocol.bundle_columns import DRAWN, Draws, Frame, check_sayable, require, to_bundle
 from protocol.errors import E_TOO_LARGE, PeerFault, code
 from protocol.messages import SamplingRules
 from protocol.rollout import NO_CODE, Bundle
@@ -75,8 +75,7 @@ def encode_simple(bundle: Bundle) -> bytes:
     Raises:
         ValueError: a head token carries a token code, or nothing to encode (our own bug).
     """
-    if not bundle.rollouts:
-        raise ValueError("a bundle holds at least one rollout")
+    check_sayable(bundle)
     return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False).compress(_content(bundle))
 
 

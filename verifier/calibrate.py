@@ -112,9 +112,10 @@ def make_record(
     calibration = Calibration(
         verifier_profile=T2_PROFILE, confidence_ppm=round(CONFIDENCE * 1e6), strata=strata_of(statistics)
     )
+    bounds = limits(honest.residuals, profile, run.sampling.steps_per_nat, headroom)
     return CalibrationRecord(
         run_id=run.run_id, verifier_public_key=identity.public_key.hex(),
-        profile=limits(honest.residuals, profile, headroom).model_copy(update={"calibration": calibration}),
+        profile=bounds.model_copy(update={"calibration": calibration}),
         layout_sha256=run.model.layout_sha256, rollouts=len(statistics),
         tokens=sum(len(rollout.kl_T) for rollout in honest.residuals),
         stochastic_tokens=sum(rollout.tokens for rollout in statistics), versions=sorted(honest.versions),
@@ -122,8 +123,15 @@ def make_record(
     )
 
 
-def limits(residuals: Sequence[Residuals], profile: str, headroom: float = HEADROOM) -> Profile:
-    """Limits that no single honest value comes near: ``headroom`` times the largest, rounded up."""
+def limits(
+    residuals: Sequence[Residuals], profile: str, steps_per_nat: int, headroom: float = HEADROOM
+) -> Profile:
+    """Limits that no single honest value comes near.
+
+    Quantisation alone moves an entry by up to half a step and a head by a divergence of up to 1 / (8 steps^2)
+    (docs/spec/verification.md, "Thresholds"): twice that, and ``headroom`` times what the largest value has above it.
+    """
+    half_step, tilt = 0.5 / steps_per_nat, 0.125 / steps_per_nat**2
     margins = [
         *(rollout.entry_T for rollout in residuals), *(rollout.omitted_T for rollout in residuals),
         *(rollout.tail_draw_T for rollout in residuals), *(rollout.tail_token_T for rollout in residuals),
@@ -131,16 +139,16 @@ def limits(residuals: Sequence[Residuals], profile: str, headroom: float = HEADR
     ]
     return Profile(
         name=profile,
-        max_mean_kl_nano=_limit([np.array([rollout.mean_kl]) for rollout in residuals], headroom * 1e9),
-        max_token_kl_micro=_limit([rollout.kl_T for rollout in residuals], headroom * 1e6),
-        max_margin_micro=_limit(margins, headroom * 1e6),
+        max_mean_kl_nano=_limit([np.array([rollout.mean_kl]) for rollout in residuals], tilt, headroom, 1e9),
+        max_token_kl_micro=_limit([rollout.kl_T for rollout in residuals], tilt, headroom, 1e6),
+        max_margin_micro=_limit(margins, half_step, headroom, 1e6),
     )
 
 
-def _limit(columns: Sequence[np.ndarray], scale: float) -> int:
-    """``scale`` times the largest known value, at least one unit."""
+def _limit(columns: Sequence[np.ndarray], floor: float, headroom: float, scale: float) -> int:
+    """Twice ``floor`` and ``headroom`` times the largest known value's part above it, in units of 1 / ``scale``."""
     known = [float(values.max()) for column in columns if len(values := column[~np.isnan(column)])]
     largest = max(known, default=0.0)
     if not math.isfinite(largest):
         raise LocalFault(E_CALIBRATION, "a rollout is infinitely far from the reference", expected="honest rollouts")
-    return max(1, math.ceil(largest * scale))
+    return math.ceil((2 * floor + headroom * max(0.0, largest - floor)) * scale)

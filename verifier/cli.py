@@ -70,7 +70,7 @@ def calibrate(
     root: Annotated[str, typer.Option(help="Root public key of the run, hex.")],
     key: Annotated[Path, typer.Option(help="File with the verifier's signing key.")],
     out: Annotated[Path, typer.Option(help="Where the signed record goes.")],
-    headroom: Annotated[float, typer.Option(min=1, help="Limits, as a multiple of the largest honest value.")] = 10.0,
+    headroom: Annotated[float, typer.Option(min=1, help="Limits, as a multiple of what is above quantisation.")] = 10.0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of the recomputation.")] = 1,
 ) -> None:
     """Measure what honest rollouts of a node profile look like to this verifier, and sign it.

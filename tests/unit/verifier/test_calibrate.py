@@ -55,8 +55,8 @@ def test_a_record_is_measured_signed_and_taken_into_a_run(world, files, tmp_path
     assert (record.rollouts, record.versions, len(record.evidence_sha256)) == (8, [1], 2)
     assert record.tokens == sum(len(r) for lease in (0, 1) for r in world.honest(world.lease(group=lease)).rollouts)
     limits = record.profile
-    assert 100 < limits.max_mean_kl_nano <= PROFILE.max_mean_kl_nano  # ten times what quantisation alone makes
-    assert 3_000 < limits.max_margin_micro < 2 * PROFILE.max_margin_micro
+    assert 3_814 < limits.max_mean_kl_nano < 2 * PROFILE.max_mean_kl_nano  # twice what quantisation can make
+    assert 3_906 < limits.max_margin_micro < PROFILE.max_margin_micro
     assert limits.calibration is not None
     assert limits.calibration.strata == []  # eight rollouts are no distribution
 
