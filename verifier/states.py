@@ -1,4 +1,4 @@
-"""The weights of any version, made on demand: one live state that steps forward by diffs and back by undo logs."""
+"""The weights of any version, made on demand: one live state that steps forward by diffs, back and forth by logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verifier.checkpoints import CheckpointBook
 E_VERSION_MISSING = code("E_VERSION_MISSING", "the weights of a version cannot be had here")
 
 
-#: Steps back that are kept; older versions are rebuilt from an anchor.
+#: Steps that are kept, back and forth together; other versions are rebuilt from diffs and anchors.
 KEPT_UNDOS: Final = 32
 #: Bytes of diff chunks kept in memory, so that stepping back and forth fetches nothing twice.
 KEPT_CHUNK_BYTES: Final = 256 * 2**20
@@ -45,6 +45,7 @@ class StateRing:
         self._state: State | None = None
         self._version = -1
         self._undos: list[Undo] = []  #: the last of them leads from ``_version`` to the version before
+        self._redos: list[Undo] = []  #: the last of them leads from ``_version`` to the version after
         self._rooted: set[int] = set()
         self._chunks: OrderedDict[str, bytes] = OrderedDict()
 
@@ -52,14 +53,23 @@ class StateRing:
         """The weights of ``version`` (see :class:`States`)."""
         if self._state is not None and self._version > version and self._version - version <= len(self._undos):
             while self._version > version:
-                self._undos.pop().revert(self._state)
-                self._version -= 1
+                self._exchange(self._undos, self._redos, -1)
         if self._state is None or self._version > version or not self._steps_lead_to(version):
             self._load_anchor(version)
         while self._version < version:
-            self._step()
+            if self._redos:
+                self._exchange(self._redos, self._undos, 1)
+            else:
+                self._step()
         assert self._state is not None
         return self._state
+
+    def _exchange(self, source: list[Undo], target: list[Undo], by: int) -> None:
+        """Go one version back or forth by the log of a step that was taken before."""
+        assert self._state is not None
+        source[-1].swap(self._state)
+        target.append(source.pop())
+        self._version += by
 
     def _steps_lead_to(self, version: int) -> bool:
         manifests = [self._book.get(step) for step in range(self._version + 1, version + 1)]
@@ -75,6 +85,7 @@ class StateRing:
             )
         self._state, self._version = None, -1
         self._undos.clear()
+        self._redos.clear()
         self._state = decode_anchor(self._get(manifest.anchor), self._layout, manifest.anchor)
         self._version = anchor
         self._check_root(anchor, manifest.state_root)
@@ -88,7 +99,7 @@ class StateRing:
         undo = apply_patch(self._layout, self._state, patch)
         try:
             self._check_root(manifest.version, manifest.state_root)
-        except LocalFault:
+        except BaseException:
             undo.revert(self._state)
             raise
         self._version = manifest.version

@@ -75,6 +75,14 @@ class Undo:
         for name, where, old in reversed(self.writes):
             state[name].reshape(-1)[where] = old
 
+    def swap(self, state: State) -> None:
+        """Exchange the words it holds with those of the state: once puts the old ones back, twice the new ones."""
+        for i in reversed(range(len(self.writes))):
+            name, where, words = self.writes[i]
+            target = state[name].reshape(-1)
+            self.writes[i] = name, where, target[where].copy()
+            target[where] = words
+
     @property
     def nbytes(self) -> int:
         """Memory it holds."""

@@ -30,7 +30,7 @@ from protocol.weights.link import (
     walk_back,
 )
 from protocol.weights.skips import FindSkips
-from protocol.weights.state_root import state_root
+from protocol.weights.state_root import damaged_leaves, leaf_list, root_of, tensors_under
 from protocol.weights.streams import E_CHUNK, E_CHUNK_LIMIT
 from protocol.weights.way import Step, Way, cheapest_way
 
@@ -76,6 +76,7 @@ class CheckpointFollower:
         self._link: Link | None = None
         self._links: dict[int, Link] = {}
         self._undo: deque[tuple[int, Undo]] = deque(maxlen=keep_versions)
+        self._leaves: list[bytes] = []  #: of the state held
         self._built: OrderedDict[int, State] = OrderedDict()
         self._head: tuple[CheckpointHead, Envelope] | None = None
         self._refused: set[str] = set()  #: relays whose skips were wrong
@@ -277,19 +278,20 @@ class CheckpointFollower:
         undo = Undo()
         try:
             undo = apply_patch(self.layout, state, patch, threads=self._threads)
-            self._check_root(link, state)
+            leaves = self._check_root(link, state)
         except BaseException as error:
             undo.revert(state)
             if isinstance(error, PeerFault):
                 self._check_own(before, state)
             raise
         self._undo.append((before.version, undo))
+        self._leaves = leaves
         self._hold(link)
 
     def _load_anchor(self, link: Link) -> State:
         refs = link.manifest.anchor
         state = decode_anchor(verified_chunks(self._fetch, refs), self.layout, refs)
-        self._check_root(link, state)
+        self._leaves = self._check_root(link, state)
         return state
 
     def _adopt(self, link: Link, state: State) -> None:
@@ -303,20 +305,28 @@ class CheckpointFollower:
         while len(self._links) > _MAX_LINKS:
             del self._links[min(self._links)]
 
-    def _check_root(self, link: Link, state: State) -> None:
-        root = state_root(self.layout, state, threads=self._threads)
+    def _check_root(self, link: Link, state: State) -> list[bytes]:
+        """The leaves of ``state``, which must lead to the root of ``link``."""
+        leaves = leaf_list(self.layout, state, threads=self._threads)
+        root = root_of(self.layout, leaves)
         if root != link.manifest.state_root:
             raise PeerFault(
                 E_STATE_ROOT, f"version {link.version} has another root", expected=link.manifest.state_root, got=root
             )
+        return leaves
 
     def _check_own(self, link: Link, state: State) -> None:
         """Before anybody is blamed: is our base still what it was?"""
-        root = state_root(self.layout, state, threads=self._threads)
+        leaves = leaf_list(self.layout, state, threads=self._threads)
+        root = root_of(self.layout, leaves)
         if root != link.manifest.state_root:
+            known = self._leaves if len(self._leaves) == len(leaves) else leaves
+            damaged = [e.name for e in tensors_under(self.layout, damaged_leaves(known, leaves))]
+            where = f", around {', '.join(damaged[:3])}" if damaged else ""
             raise LocalFault(
-                E_STATE_DAMAGED, f"our copy of version {link.version} changed", expected=link.manifest.state_root,
-                got=root, hint="load the checkpoint again; if it happens twice, check the memory",
+                E_STATE_DAMAGED, f"our copy of version {link.version} changed{where}",
+                expected=link.manifest.state_root, got=root,
+                hint="load the checkpoint again; if it happens twice, check the memory",
             )
 
     # -- older versions ----------------------------------------------------------------------------------

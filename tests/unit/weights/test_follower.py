@@ -371,7 +371,7 @@ def test_an_interrupt_while_hashing_rolls_back(
     def interrupted(*args: object, **options: object) -> str:
         raise error
 
-    monkeypatch.setattr(follower_module, "state_root", interrupted)
+    monkeypatch.setattr(follower_module, "leaf_list", interrupted)
     with pytest.raises(error):
         follower.advance([forged(learner, 4, anchor=[])])
     monkeypatch.undo()
@@ -384,6 +384,7 @@ def test_our_own_bit_rot_is_never_blamed_on_the_learner(learner: FakeLearner) ->
     follower.state["embed.weight"][0, 0] ^= 1
     error = refused("E_STATE_DAMAGED", lambda: follower.advance(learner.envelopes[5:]))
     assert isinstance(error, LocalFault)
+    assert "embed.weight" in str(error)
 
 
 def test_a_cache_fetches_again_only_what_is_missing(learner: FakeLearner, tmp_path: Path) -> None:
