@@ -19,8 +19,13 @@ from node.weights import Weights
 from protocol.api import PeerRecord, PeersReply
 from protocol.clock import SystemClock
 from protocol.identity import Identity
+from protocol.store import DirectoryStore
 from protocol.swarm.announce import PeerAnnounce
-from tests.fakes.swarm import until
+from protocol.swarm.swarm import Swarm
+from tests.fakes.clock import FakeClock
+from tests.fakes.coordinator import RUN_ID as WORLD_RUN
+from tests.fakes.coordinator import World
+from tests.fakes.swarm import limits, until
 from tests.unit.node.office import FakeCoordinator, pool_of, state_of
 
 pytestmark = [
@@ -72,6 +77,32 @@ class Node:
 
     def from_the_store(self) -> int:
         return sum(score.delivered for score in self.pool.scores())
+
+
+def test_nodes_meet_through_a_real_coordinator(tmp_path: Path) -> None:
+    world = World(tmp_path / "run", FakeClock(SystemClock().now_ms()))
+    world.publish()
+    swarms = []
+    for name in ("ada", "bob"):
+        node = world.node(name).join()
+        swarms.append(Swarm(
+            node.key, WORLD_RUN, "00" * 32, limits(), DirectoryStore(tmp_path / name), SystemClock(),
+            announce=node.client.announce,
+        ))
+    try:
+        for swarm in swarms:
+            swarm.start(wait=True)
+        for swarm, other in (swarms, reversed(swarms)):
+            until(lambda swarm=swarm: [peer["connected"] for peer in swarm.book.view()] == [True])
+            until(lambda swarm=swarm: swarm.book.view()[0]["node_id"] is not None)
+            (peer,) = swarm.book.view()
+            assert peer["peer_id"] == other.book.own_id
+            assert "rendezvous" in peer["found_by"]
+    finally:
+        for swarm in swarms:
+            swarm.stop()
+        world.close()
+        gc.collect()
 
 
 def test_a_version_goes_from_the_store_to_one_node_and_from_there_to_the_next(tmp_path: Path) -> None:
