@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from protocol.config import Config
+from protocol.swarm.announce import PeerAddress
 
 #: Names of the drills; see ``node.drill``.
 DrillName = Literal["best-of-n", "int8", "stale", "edited-answer"]
@@ -46,7 +47,7 @@ class NodeConfig(Config):
     #: exchange weights with other nodes; needs the extra "swarm"
     swarm_listen: str = "/ip4/0.0.0.0/tcp/0"
     #: where the swarm listens; port 0: any. To be reached from outside, choose a port and open it
-    swarm_announce: Annotated[tuple[str, ...], Field(max_length=8)] = ()
+    swarm_announce: Annotated[tuple[PeerAddress, ...], Field(max_length=8)] = ()
     #: addresses told to others, for example /ip4/203.0.113.5/tcp/4101; none: where we listen, as seen from outside
     swarm_max_peers: Annotated[int, Field(ge=1, le=256)] = 32
     #: connections to other nodes made by us; about as many more are taken

@@ -46,11 +46,11 @@ class Membership:
 
         limits = Limits(
             config.swarm_listen, config.swarm_max_peers, up_bytes_s=_bytes_s(config.swarm_up_mb_s),
-            down_bytes_s=_bytes_s(config.swarm_down_mb_s),
+            down_bytes_s=_bytes_s(config.swarm_down_mb_s), announced=config.swarm_announce,
         )
         return Swarm(
             identity, run.run_id, run.roles.learner, limits, self._pool.cache.store, clock, announce=client.announce,
-            announced=config.swarm_announce, on_head=self._hear,
+            on_head=self._hear,
         )
 
     @property

@@ -7,10 +7,8 @@ a peer id proves a node. Spec: ``docs/spec/swarm.md``.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import logging
 import os
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from typing import Any, Final
 
 import trio
 from libp2p import new_host
-from libp2p.crypto.ed25519 import Ed25519PublicKey, create_new_key_pair
+from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as new_noise_keys
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
@@ -35,9 +33,9 @@ from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
 from protocol.clock import Clock
-from protocol.errors import E_UNREACHABLE, LocalFault, PeerFault, Transient
+from protocol.errors import E_UNREACHABLE, PeerFault, Transient
 from protocol.identity import Identity
-from protocol.swarm import wire
+from protocol.swarm import address, wire
 from protocol.swarm.ask import Client
 from protocol.swarm.bandwidth import Bandwidth
 from protocol.swarm.heads import Heads
@@ -71,6 +69,7 @@ class Limits:
     max_peers: int  #: connections we make; as many again may come in
     up_bytes_s: float | None  #: bandwidth for what we serve
     down_bytes_s: float | None  #: bandwidth for what we fetch
+    announced: tuple[str, ...] = ()  #: addresses told to others; none: where we listen
 
 
 class Host:
@@ -82,6 +81,8 @@ class Host:
     ):
         self._run_id, self._limits, self._book, self._heads, self._clock = run_id, limits, book, heads, clock
         self._on_head = on_head
+        self._nursery: trio.Nursery | None = None
+        self.seen_from = ""  #: our address as others see it, once somebody told us
         self.up, self.down = Bandwidth(limits.up_bytes_s, clock), Bandwidth(limits.down_bytes_s, clock)
         self.server = Server(book, shelf, heads, self.up, self.drop)
         self.client = Client(run_id, book, self._open, self.drop, self.down, clock)
@@ -89,7 +90,7 @@ class Host:
         noise = NoiseTransport(keys, noise_privkey=new_noise_keys().private_key)
         self._host = new_host(
             key_pair=keys, sec_opt={NOISE: noise}, muxer_opt={YAMUX: Yamux}, negotiate_timeout=5,
-            disable_identify_address_discovery=True,
+            disable_identify_address_discovery=True, addrs_factory=self._outward,
             connection_config=ConnectionConfig(
                 max_connections=2 * limits.max_peers + 8, high_watermark=2 * limits.max_peers, low_watermark=0,
                 min_connections=0, dial_timeout=_DIAL_S, inbound_upgrade_timeout=_DIAL_S,
@@ -114,7 +115,13 @@ class Host:
     @property
     def addresses(self) -> list[str]:
         """Where it listens, without the peer's id."""
-        return [str(address).partition("/p2p/")[0] for address in self._host.get_transport_addrs()]
+        return [str(here).partition("/p2p/")[0] for here in self._host.get_transport_addrs()]
+
+    def _outward(self, listening: list[Multiaddr]) -> list[Multiaddr]:
+        """The addresses libp2p tells others: none that mean "here"."""
+        if self._limits.announced:
+            return [Multiaddr(text) for text in self._limits.announced]
+        return [Multiaddr(address.outward(str(here), self.seen_from)) for here in listening]
 
     # -- life --------------------------------------------------------------------------------------------
 
@@ -129,13 +136,13 @@ class Host:
             self._host.set_stream_handler(protocol, _handler(serve))
         self._gossip.set_topic_validator(self._topic, self._judge, False)
         async with AsyncExitStack() as stack:
-            _require_free(self._limits.listen)
+            address.require_free(self._limits.listen)
             await stack.enter_async_context(self._host.run([Multiaddr(self._limits.listen)]))
             for service in (self._gossip, self._router, self._table):
                 await stack.enter_async_context(background_trio_service(service))
             await self._gossip.wait_until_ready()
             await self._gossip.subscribe(self._topic)
-            nursery = await stack.enter_async_context(trio.open_nursery())
+            nursery = self._nursery = await stack.enter_async_context(trio.open_nursery())
             for task in (self._tend, self._look_up, self._pull):
                 nursery.start_soon(task)
             try:
@@ -151,8 +158,14 @@ class Host:
         logger.warning("peer dropped", extra={"peer": peer_id, "code": error.code, "detail": str(error)[:300]})
         self.client.forget(peer_id)
         self._gossip.add_to_blacklist(ID.from_string(peer_id))
-        with trio.move_on_after(1.0):
-            await self._host.disconnect(ID.from_string(peer_id))
+        await self._hang_up(peer_id)
+
+    async def _hang_up(self, peer_id: str) -> None:
+        try:
+            with trio.move_on_after(_CLOSE_S):
+                await self._host.disconnect(ID.from_string(peer_id))
+        except (BaseLibp2pError, OSError, ValueError) as error:
+            logger.info("a connection ended badly", extra={"peer": peer_id, "detail": _words(error)})
 
     async def _open(self, peer_id: str, protocol: str) -> Line:
         try:
@@ -182,7 +195,7 @@ class Host:
         present = set(connected)
         for peer_id in self._book.see(present):
             if self._book.dropped(peer_id):
-                await self._host.disconnect(ID.from_string(peer_id))
+                await self._hang_up(peer_id)
             else:
                 await self._table.add_peer(ID.from_string(peer_id))
 
@@ -214,10 +227,10 @@ class Host:
 
     def _known(self, peer_id: ID) -> list[str]:
         try:
-            addresses = self._host.get_peerstore().addrs(peer_id)
+            known = self._host.get_peerstore().addrs(peer_id)
         except BaseLibp2pError:
             return []
-        return [text for address in addresses if dialable(text := str(address).partition("/p2p/")[0])]
+        return [text for found in known if address.dialable(text := str(found).partition("/p2p/")[0])]
 
     # -- heads -------------------------------------------------------------------------------------------
 
@@ -237,8 +250,8 @@ class Host:
         try:
             news = self._heads.hear(data, self._clock.now_ms())
         except PeerFault as error:
-            if error.code not in _NOT_FORGED:
-                trio.lowlevel.spawn_system_task(self.drop, peer_id, error)
+            if error.code not in _NOT_FORGED and self._nursery is not None:
+                self._nursery.start_soon(self.drop, peer_id, error)
             logger.info("head refused", extra={"peer": peer_id, "code": error.code})
             return False
         if news:
@@ -257,43 +270,6 @@ class Host:
 
 #: Refusals that an honest peer may earn: its clock is off, or the learner contradicts itself.
 _NOT_FORGED: Final = frozenset({"E_EXPIRED", "E_CHECKPOINT_MIX"})
-
-
-def peer_id_of(public_key: bytes) -> str:
-    """The libp2p peer id of an Ed25519 key."""
-    return str(ID.from_pubkey(Ed25519PublicKey.from_bytes(public_key)))
-
-
-def dialable(address: str) -> bool:
-    """Whether an address has the form that we dial: a host that is one, and a TCP port."""
-    parts = address.split("/")
-    if len(parts) != 5 or parts[0] or parts[3] != "tcp" or not parts[4].isdecimal() or not 0 < int(parts[4]) < 65_536:
-        return False
-    if parts[1] in ("dns4", "dns6"):
-        return True
-    try:
-        return parts[1] in ("ip4", "ip6") and not ipaddress.ip_address(parts[2]).is_unspecified
-    except ValueError:
-        return False
-
-
-def _require_free(listen: str) -> None:
-    """Refuse an address that is taken: libp2p would share it, and a peer would meet one host or the other.
-
-    Raises:
-        LocalFault: ``E_SWARM``.
-    """
-    _, kind, host, _, port = (listen.split("/") + [""] * 5)[:5]
-    try:
-        family = socket.AF_INET6 if kind == "ip6" else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, int(port)))
-    except (OSError, ValueError, OverflowError) as error:
-        raise LocalFault(
-            wire.E_SWARM, f"cannot listen on {listen}", expected="a free address, for example /ip4/0.0.0.0/tcp/4101",
-            got=str(error)[:200],
-        ) from None
 
 
 def _handler(serve: Callable[[Line], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:

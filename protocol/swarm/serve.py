@@ -6,6 +6,7 @@ Spec: ``docs/spec/swarm.md``, "Serving".
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from protocol.errors import PeerFault, Transient
+from protocol.errors import LocalFault, PeerFault, Transient
 from protocol.swarm import wire
 from protocol.swarm.bandwidth import Bandwidth
 from protocol.swarm.heads import Heads
@@ -23,6 +24,8 @@ from protocol.swarm.wire import Answer, Status, Wish
 
 if TYPE_CHECKING:
     from protocol.swarm.line import Line
+
+logger = logging.getLogger(__name__)
 
 #: Streams served at once: of one peer, of all.
 MAX_STREAMS_PER_PEER: Final = 8
@@ -121,6 +124,9 @@ class Server:
         except PeerFault as error:
             await line.reset()
             await self._drop(peer_id, error)
+        except LocalFault as error:
+            logger.warning("a peer could not be served: %s", error, extra={"peer": peer_id, "code": error.code})
+            await line.reset()
         finally:
             self._streams[peer_id] -= 1
             if not self._streams[peer_id]:

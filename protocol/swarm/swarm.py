@@ -19,6 +19,7 @@ from protocol.envelope import Envelope
 from protocol.errors import AssayError, LocalFault, PeerFault
 from protocol.identity import Identity
 from protocol.store import missing
+from protocol.swarm.address import dialable, peer_id_of
 from protocol.swarm.announce import PeerAnnounce
 from protocol.swarm.heads import Heads
 from protocol.swarm.peers import PeerBook
@@ -58,17 +59,14 @@ class Swarm:
     Args:
         chunks: what we serve: verified chunks.
         announce: tells the coordinator and hears of others; None: peers come by other ways.
-        announced: addresses to tell; none: where we listen.
     """
 
     def __init__(
         self, identity: Identity, run_id: str, learner_key: str, limits: Limits, chunks: Chunks, clock: Clock, *,
-        announce: Announce | None = None, announced: Sequence[str] = (), on_head: Callable[[], None] = lambda: None,
+        announce: Announce | None = None, on_head: Callable[[], None] = lambda: None,
     ):
-        from protocol.swarm.host import peer_id_of
-
         self._identity, self._run_id, self._limits, self._clock = identity, run_id, limits, clock
-        self._announce, self._announced, self._on_head = announce, list(announced), on_head
+        self._announce, self._on_head = announce, on_head
         self.book = PeerBook(peer_id_of(identity.public_key), clock)
         self.shelf, self.heads = Shelf(chunks, clock), Heads(learner_key, run_id)
         self._host: Host | None = None
@@ -157,6 +155,7 @@ class Swarm:
             wait_s = _EAGER_S[min(turn, len(_EAGER_S) - 1)]
             try:
                 reply = await trio.to_thread.run_sync(self._say_where, host.addresses, abandon_on_cancel=True)
+                host.seen_from = reply.seen_from
                 self._hear_of(reply)
                 self._met.set()
                 if turn >= len(_EAGER_S):
@@ -169,13 +168,11 @@ class Swarm:
     def _say_where(self, addresses: list[str]) -> PeersReply:
         assert self._announce is not None
         return self._announce(PeerAnnounce(
-            run_id=self._run_id, node_id=self._identity.id, addresses=(self._announced or addresses)[:8],
+            run_id=self._run_id, node_id=self._identity.id, addresses=(list(self._limits.announced) or addresses)[:8],
             max_peers=_MAX_ASKED, issued_at_ms=self._clock.now_ms(),
         ))
 
     def _hear_of(self, reply: PeersReply) -> None:
-        from protocol.swarm.host import dialable, peer_id_of
-
         for peer in reply.peers:
             try:
                 peer_id = peer_id_of(bytes.fromhex(peer.public_key))

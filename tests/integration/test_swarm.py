@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("libp2p", reason="the swarm needs the extra 'swarm' (libp2p, trio)")
 
 import trio
+from multiaddr import Multiaddr
 
 from protocol.errors import LocalFault, Transient
 from protocol.messages import ChunkRef
@@ -347,6 +348,21 @@ def test_a_head_that_gossip_lost_is_pulled(
     two.meet(one)
     until(lambda: two.swarm.heads.version == 5)
     assert two.woken.is_set()
+
+
+def test_our_peer_ids_are_those_of_the_library(closing: Close) -> None:
+    rogue = closing(Rogue("somebody"))
+    assert str(rogue.host._host.get_id()) == rogue.id
+
+
+def test_a_host_tells_others_no_address_that_means_here(closing: Close) -> None:
+    its = closing(Rogue("somebody")).host
+    everywhere = [Multiaddr("/ip4/0.0.0.0/tcp/4101"), Multiaddr("/ip4/192.0.2.7/tcp/4101")]
+    assert its._outward(everywhere) == everywhere
+    its.seen_from = "198.51.100.4"
+    assert [str(address) for address in its._outward(everywhere)] == [
+        "/ip4/198.51.100.4/tcp/4101", "/ip4/192.0.2.7/tcp/4101",
+    ]
 
 
 # -- discovery -------------------------------------------------------------------------------------------
