@@ -14,6 +14,7 @@ from protocol.envelope import Envelope
 from protocol.identity import Identity
 from protocol.messages import RunManifest
 from protocol.swarm.first import SwarmFirst
+from protocol.swarm.limits import Limits
 from protocol.swarm.swarm import Swarm, installed
 from protocol.weights.pool import SourcePool
 
@@ -42,8 +43,6 @@ class Membership:
     ) -> Swarm | None:
         if not installed():
             return None
-        from protocol.swarm.host import Limits
-
         limits = Limits(
             config.swarm_listen, config.swarm_max_peers, up_bytes_s=_bytes_s(config.swarm_up_mb_s),
             down_bytes_s=_bytes_s(config.swarm_down_mb_s), announced=config.swarm_announce,

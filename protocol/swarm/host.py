@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
 import trio
@@ -39,6 +38,7 @@ from protocol.swarm import address, wire
 from protocol.swarm.ask import Client
 from protocol.swarm.bandwidth import Bandwidth
 from protocol.swarm.heads import Heads
+from protocol.swarm.limits import Limits
 from protocol.swarm.line import Line
 from protocol.swarm.peers import PeerBook
 from protocol.swarm.serve import Server
@@ -59,17 +59,6 @@ _LOOK_UP_S: Final = (5.0, 60.0)
 _PULL_S: Final = 15.0
 _PULLED: Final = 2
 _GOSSIP: Final = "/meshsub/1.1.0"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Settings of a host."""
-
-    listen: str  #: multiaddr, for example /ip4/0.0.0.0/tcp/4101
-    max_peers: int  #: connections we make; as many again may come in
-    up_bytes_s: float | None  #: bandwidth for what we serve
-    down_bytes_s: float | None  #: bandwidth for what we fetch
-    announced: tuple[str, ...] = ()  #: addresses told to others; none: where we listen
 
 
 class Host:

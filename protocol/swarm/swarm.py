@@ -22,6 +22,7 @@ from protocol.store import missing
 from protocol.swarm.address import dialable, peer_id_of
 from protocol.swarm.announce import PeerAnnounce
 from protocol.swarm.heads import Heads
+from protocol.swarm.limits import Limits
 from protocol.swarm.peers import PeerBook
 from protocol.swarm.shelf import Chunks, Shelf
 from protocol.swarm.wire import E_SWARM, turn, weight
@@ -29,7 +30,7 @@ from protocol.swarm.wire import E_SWARM, turn, weight
 if TYPE_CHECKING:
     import trio
 
-    from protocol.swarm.host import Host, Limits
+    from protocol.swarm.host import Host
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ Announce = Callable[[PeerAnnounce], PeersReply]
 
 #: How long after the start the first fetch waits for peers, in seconds.
 _SETTLE_S: Final = 3.0
+_BLINK_S: Final = 0.05
+#: How long loading libp2p and listening may take, in seconds.
 _START_S: Final = 30.0
 #: Rest after the host died, in seconds: first, longest.
 _REST_S: Final = (2.0, 60.0)
@@ -74,7 +77,8 @@ class Swarm:
         self._stop: trio.Event | None = None
         self._stopping, self._tried = threading.Event(), threading.Event()
         self._met = threading.Event()  #: the meeting point answered, or there is none
-        self._born = -math.inf
+        self._started_at = -math.inf
+        self._listening_at: float | None = None
         self._why = "not started yet"
         self._thread = threading.Thread(target=self._live, name="swarm", daemon=True)
 
@@ -86,7 +90,7 @@ class Swarm:
         Raises:
             LocalFault: ``E_SWARM`` when it does not listen yet, saying why.
         """
-        self._born = self._clock.monotonic()
+        self._started_at = self._clock.monotonic()
         if self._announce is None:
             self._met.set()
         self._thread.start()
@@ -116,7 +120,7 @@ class Swarm:
                 self._why = f"the host died: {_words(error)}"
                 logger.exception("the swarm failed, the store serves meanwhile")
             finally:
-                self._host = self._token = None
+                self._host = self._token = self._listening_at = None
                 self.book.see(())
                 self._tried.set()
             if self._clock.monotonic() - began > 10 * _REST_S[1]:
@@ -136,6 +140,7 @@ class Swarm:
         )
         async with host.running() as nursery:
             self._host, self._token = host, trio.lowlevel.current_trio_token()
+            self._listening_at = self._clock.monotonic()
             self.shelf.on_change = lambda: self._soon(host.server.wake)
             self._why = ""
             logger.info("swarm listens", extra={"peer": self.book.own_id, "addresses": host.addresses})
@@ -194,11 +199,16 @@ class Swarm:
 
     def _settle(self) -> None:
         """Right after the start, give the first peers a moment to be connected: without them all turns are ours."""
-        until = self._born + _SETTLE_S
-        while not self._stopping.is_set() and (left := until - self._clock.monotonic()) > 0:
-            if self._met.is_set() and not self.book.undecided():
+        while not self._stopping.is_set():
+            listening = self._listening_at
+            if listening is None and self._tried.is_set():
                 return
-            self._stopping.wait(min(left, 0.05))
+            if listening is not None and self._met.is_set() and not self.book.undecided():
+                return
+            until = self._started_at + _START_S if listening is None else listening + _SETTLE_S
+            if self._clock.monotonic() >= until:
+                return
+            self._stopping.wait(_BLINK_S)
 
     def fetch(self, key: str, size: int, *, whole_swarm: bool = False) -> bytes:
         """A chunk, verified, from peers; see :meth:`protocol.swarm.ask.Client.fetch`.

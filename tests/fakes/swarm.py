@@ -21,7 +21,8 @@ from protocol.store import missing
 from protocol.swarm.address import peer_id_of
 from protocol.swarm.first import SwarmFirst
 from protocol.swarm.heads import Heads
-from protocol.swarm.host import Host, Limits
+from protocol.swarm.host import Host
+from protocol.swarm.limits import Limits
 from protocol.swarm.line import Line
 from protocol.swarm.peers import PeerBook
 from protocol.swarm.shelf import Shelf
