@@ -19,6 +19,7 @@ from protocol.store import missing
 from protocol.swarm import wire
 from protocol.swarm.bandwidth import Bandwidth
 from protocol.swarm.peers import Peer, PeerBook
+from protocol.swarm.shelf import Shelf
 from protocol.swarm.wire import Answer, Status, Wish, turn
 
 if TYPE_CHECKING:
@@ -33,8 +34,11 @@ LEAST_RATE: Final = 256 * 2**10
 STALL_S: Final = 5.0
 #: How long a peer whose turn it is may take to begin, in seconds: it may not have heard of the chunk yet.
 STAGGER_MS: Final = 1500
-#: How long a chunk that is coming to a peer is waited for, in seconds.
-PATIENCE_S: Final = 20.0
+#: How long a chunk that is coming to a peer is waited for while nothing else comes to us either, in seconds. Half as
+#: long for each time in a row that the peer did not keep its word.
+PATIENCE_S: Final = 30.0
+#: The longest such wait, whatever else comes, in seconds.
+LONGEST_S: Final = 300.0
 #: Peers whose turn is before ours that are waited for.
 MAX_TURNS: Final = 3
 #: Peers asked who has what.
@@ -51,8 +55,11 @@ Drop = Callable[[str, PeerFault], Awaitable[None]]
 class Client:
     """Fetches chunks from peers."""
 
-    def __init__(self, run_id: str, book: PeerBook, open_line: OpenLine, drop: Drop, down: Bandwidth, clock: Clock):
-        self._book, self._open, self._drop, self._down, self._clock = book, open_line, drop, down, clock
+    def __init__(
+        self, run_id: str, book: PeerBook, shelf: Shelf, open_line: OpenLine, drop: Drop, down: Bandwidth, clock: Clock
+    ):
+        self._book, self._shelf, self._open, self._drop = book, shelf, open_line, drop
+        self._down, self._clock = down, clock
         self._chunk, self._have = wire.chunk_protocol(run_id), wire.have_protocol(run_id)
         self._head = wire.head_protocol(run_id)
         self._idle: dict[str, list[tuple[float, Line]]] = {}
@@ -127,17 +134,20 @@ class Client:
 
     async def _wait_for(self, peer: Peer, key: str, size: int) -> bytes | None:
         """The chunk from a peer that is to get it first; None when it does not, or takes too long."""
-        give_up = self._clock.monotonic() + PATIENCE_S
+        began = self._clock.monotonic()
         wait_ms = STAGGER_MS
         while True:
             status, data = await self._get(peer, key, size, wait_ms)
             if status is Status.HERE:
+                peer.broken_promises = 0
                 return data
             if status is not Status.COMING:
                 return None
+            patience_s = PATIENCE_S / 2**peer.broken_promises
+            give_up = min(max(began, self._shelf.moved_at) + patience_s, began + LONGEST_S)
             left_ms = int(1000 * (give_up - self._clock.monotonic()))
             if left_ms <= 0:
-                await self._too_slow(peer, f"chunk {key[:16]} was coming for {PATIENCE_S:g} s")
+                peer.broken_promises = min(peer.broken_promises + 1, 10)
                 return None
             wait_ms = min(left_ms, wire.MAX_WAIT_MS)
 

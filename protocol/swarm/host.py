@@ -74,7 +74,7 @@ class Host:
         self.seen_from = ""  #: our address as others see it, once somebody told us
         self.up, self.down = Bandwidth(limits.up_bytes_s, clock), Bandwidth(limits.down_bytes_s, clock)
         self.server = Server(book, shelf, heads, self.up, self.drop)
-        self.client = Client(run_id, book, self._open, self.drop, self.down, clock)
+        self.client = Client(run_id, book, shelf, self._open, self.drop, self.down, clock)
         keys = create_new_key_pair(identity.seed)
         noise = NoiseTransport(keys, noise_privkey=new_noise_keys().private_key)
         self._host = new_host(

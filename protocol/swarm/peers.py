@@ -42,6 +42,7 @@ class Peer:
     dial_at: float = 0.0
     served: int = 0  #: bytes we sent it
     in_flight: int = 0  #: wishes it has not answered
+    broken_promises: int = 0  #: chunks in a row that were coming to it and never came
     held: dict[str, Status] = field(default_factory=dict)  #: what it said to have
     score: Score = field(default_factory=lambda: Score(""))
 
@@ -54,6 +55,7 @@ class Peer:
             "peer_id": self.id, "node_id": self.node_id, "name": self.name, "addresses": list(self.addresses),
             "found_by": sorted(self.found_by), "connected": self.connected, "why": why, "bytes_served": self.served,
             "bytes_fetched": self.score.delivered, "failures": self.score.failures,
+            "broken_promises": self.broken_promises,
             "mb_s": None if self.score.rate is None else round(self.score.rate / 1e6, 3),
             "rests_s": round(max(0.0, self.score.rests_until - now), 1), "dropped": self.score.dropped,
         }

@@ -12,7 +12,7 @@ from protocol.swarm.wire import Status
 
 #: A chunk is said to be coming for so long after the last one came, in seconds: a node that is stuck does not make
 #: others wait for it.
-COMING_S: Final = 10.0
+COMING_S: Final = 30.0
 
 
 class Chunks(Protocol):
@@ -40,6 +40,12 @@ class Shelf:
         self._coming: set[str] = set()
         self._moved_at = 0.0
         self.on_change: Callable[[], None] = lambda: None  #: called from any thread when a wait may be over
+
+    @property
+    def moved_at(self) -> float:
+        """When a chunk came last, or began to be expected, in seconds of the clock."""
+        with self._lock:
+            return self._moved_at
 
     def status(self, key: str) -> Status:
         """Whether the chunk is here, coming or neither."""

@@ -224,11 +224,10 @@ def test_a_peer_that_breaks_a_rule_is_named_dropped_and_done_without(
     assert one.peer(rogue)["why"].startswith(f"dropped: {code}")
 
 
-@pytest.mark.parametrize("how", [stalls, is_silent, always_coming])
+@pytest.mark.parametrize("how", [stalls, is_silent])
 def test_a_peer_that_is_slow_again_and_again_is_dropped(
     tmp_path: Path, closing: Close, monkeypatch: pytest.MonkeyPatch, how: Callable[[Line], Any]
 ) -> None:
-    monkeypatch.setattr(ask, "PATIENCE_S", 0.3)
     monkeypatch.setattr(ask, "CHUNK_S", 0.2)
     blobs = [blob(i, 1000) for i in range(40)]
     rogue = closing(Rogue("rogue", chunks=how, have=says_it_has_all))
@@ -240,6 +239,23 @@ def test_a_peer_that_is_slow_again_and_again_is_dropped(
             break
         until(lambda: not one.peer(rogue)["rests_s"])
     assert one.peer(rogue)["dropped"].startswith("E_SOURCE_SLOW")
+
+
+def test_promises_that_are_not_kept_are_believed_ever_less(
+    tmp_path: Path, closing: Close, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ask, "PATIENCE_S", 0.5)
+    rogue = closing(Rogue("rogue", chunks=always_coming))
+    one = closing(Member(tmp_path, "one", CountingSource({})))
+    one.meet(rogue)
+    blobs = [blob(i, 1000) for i in range(40)]
+    theirs = [data for data in blobs if wire.turn(sha(data), [one.id, rogue.id])[0] == rogue.id]
+    one.source.objects = {sha(data): data for data in theirs}
+    for kept, data in enumerate(theirs[:3]):
+        assert one.peer(rogue)["broken_promises"] == kept
+        assert one.chunks.fetch(sha(data), len(data)) == data
+    assert one.source.asked == [sha(data) for data in theirs[:3]]
+    assert one.peer(rogue)["dropped"] is None
 
 
 @pytest.mark.parametrize(
