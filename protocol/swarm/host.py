@@ -131,7 +131,8 @@ class Host:
                 await stack.enter_async_context(background_trio_service(service))
             await self._gossip.wait_until_ready()
             await self._gossip.subscribe(self._topic)
-            nursery = self._nursery = await stack.enter_async_context(trio.open_nursery())
+            nursery = await stack.enter_async_context(trio.open_nursery())
+            self._nursery = nursery
             for task in (self._tend, self._look_up, self._pull):
                 nursery.start_soon(task)
             try:
