@@ -25,6 +25,7 @@ PARTS: Final[dict[str, tuple[str, str]]] = {
     "coordinator": ("coordinator.cli", "Operate a run: create it, serve it, invite and ban nodes."),
     "verifier": ("verifier.cli", "Check what nodes handed in, and say so with evidence."),
     "learner": ("learner.cli", "Train on verified rollouts and publish checkpoints."),
+    "weights": ("protocol.weights_cli", "Look at, check, clear up and export published weights."),
     "audit": ("verifier.audit_cli", "Check one evidence file by yourself, offline."),
 }
 

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from coordinator import counters, drills, registry
 from coordinator.groups import LIVE, Groups, head_version
-from coordinator.models import Batch, Checkpoint, Group, Node, Receipt, ReceiptState
+from coordinator.models import Batch, Checkpoint, Group, Node, Receipt, ReceiptState, Unit
 from coordinator.run import Run
 
 #: Span over which tokens per second are measured.
@@ -33,6 +33,7 @@ def snapshot(session: Session, run: Run, groups: Groups, now_ms: int) -> dict[st
             "max_lag_versions": run.manifest.batch.max_lag_versions,
         },
         "version": version,
+        "oldest_version_needed": _oldest_needed(session, run, version or 0),
         "tokens_generated": totals.get("tokens_generated", 0),
         "tokens_trained": totals.get("tokens_trained", 0),
         "tokens_per_s": _tokens_per_s(session, now_ms),
@@ -95,6 +96,19 @@ def _audits(session: Session, totals: dict[str, int], now_ms: int) -> dict[str, 
             "cancelled": totals.get("rollouts_cancelled", 0),
         },
     }
+
+
+def _oldest_needed(session: Session, run: Run, version: int) -> int:
+    """Oldest version that a live group, a submission under check or the staleness bound can still ask for."""
+    live = select(func.min(Group.start_version)).where(Group.state.in_(LIVE))
+    checked = (
+        select(func.min(Group.start_version)).join(Unit, Unit.group_id == Group.id)
+        .join(Receipt, Receipt.unit_id == Unit.id)
+        .where(Receipt.state.in_((ReceiptState.PENDING, ReceiptState.CLAIMED)))
+    )
+    found = [session.scalar(query) for query in (live, checked)]
+    bound = max(0, version - run.manifest.batch.max_lag_versions)
+    return min([bound, *(start for start in found if start is not None)])
 
 
 def _checkpoints(session: Session, version: int | None, now_ms: int) -> dict[str, Any]:

@@ -157,6 +157,12 @@ class PublishConfig(Config):
 
     anchor_every_versions: Annotated[int, Field(ge=1)] = 64
     """A full anchor goes out at version 0 and at every multiple of this."""
+    anchor_at_cost: Annotated[float, Field(gt=0, le=10)] = 0.15
+    """An anchor goes out, too, when catching up from the last one would cost more than this share of it."""
+    anchor_least_versions: Annotated[int, Field(ge=1)] = 16
+    """But no sooner than so many versions after the last one: an anchor is the learner's uplink."""
+    skips: bool = True
+    """Merged diffs over 4, 8, 16 and 64 versions are made and announced, so that a node that was away fetches less."""
     head_ttl_ms: Annotated[int, Field(ge=1000, le=86_400_000)] = 120_000
     """How long a signed head is valid."""
     heartbeat_ms: Annotated[int, Field(ge=100, le=86_400_000)] = 20_000

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from learner.config import PublishConfig
@@ -19,8 +19,11 @@ from protocol.errors import AssayError
 from protocol.identity import Identity
 from protocol.messages import CheckpointManifest, RunManifest, UpdateReceipt
 from protocol.store import Store
+from protocol.weights.catch_up import CatchUpCost
 from protocol.weights.chain import PublishedVersion, publish, sign_head
 from protocol.weights.layout import Layout, State
+from protocol.weights.skips import SKIP_LENGTHS, SkipMaker
+from protocol.weights.trail import Trail
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,9 @@ class Publisher:
         self._client, self._store, self._identity = client, store, identity
         self._manifest, self._layout, self._config = manifest, layout, config
         self._clock, self._beacon = clock, beacon
+        self._catch_up, self._trail = CatchUpCost(), Trail(layout.nbytes)
+        self._maker = SkipMaker(store, identity, manifest.run_id, layout)
+        self._recent: dict[int, CheckpointManifest] = {}
         self._lock = threading.Lock()
         self._newest: tuple[int, Envelope] | None = None
         self._stop = threading.Event()
@@ -67,10 +73,31 @@ class Publisher:
             LocalFault, Transient: of the store.
         """
         version = 0 if previous is None else previous[0].version + 1
-        return publish(
+        made = publish(
             self._store, self._identity, self._manifest.run_id, self._layout, previous, old, new,
-            anchor=version % self._config.anchor_every_versions == 0, clock=self._clock, beacon=self._beacon(),
+            anchor=lambda diff_bytes: self._anchor_due(version, diff_bytes), clock=self._clock, beacon=self._beacon(),
         )
+        self.recall([made.manifest])
+        if self._config.skips:
+            self._trail.step(version, old, new)
+        return made
+
+    def recall(self, manifests: Iterable[CheckpointManifest]) -> None:
+        """Versions published before, ascending, from an anchor on; so that the next anchor comes when it is due."""
+        for manifest in manifests:
+            self._catch_up.add(manifest)
+            self._recent[manifest.version] = manifest
+        for version in [version for version in self._recent if version < max(self._recent) - max(SKIP_LENGTHS)]:
+            del self._recent[version]
+
+    def _anchor_due(self, version: int, diff_bytes: int) -> bool:
+        config, last = self._config, self._catch_up.anchor
+        if version % config.anchor_every_versions == 0:
+            return True
+        share = self._catch_up.share(version, diff_bytes)
+        if share is None or last is None or version - last < config.anchor_least_versions:
+            return False
+        return share > config.anchor_at_cost
 
     def tell(self, version: int, manifest: Envelope, receipt: UpdateReceipt | None) -> None:
         """Tell the coordinator of ``version``: manifest, head, update receipt.
@@ -82,6 +109,22 @@ class Publisher:
         self.renew(version, manifest)
         if receipt is not None:
             self._client.post_update(receipt)
+        self._make_skips(version)
+
+    def _make_skips(self, version: int) -> None:
+        """Announce merged diffs to a version that is out; a run does not depend on them."""
+        due = [base for base in self._maker.due(version) if base in self._recent]
+        if not due or self._trail.version != version:
+            return
+        bases = ((self._recent[base], state) for base, state in self._trail.back_to(due))
+        try:
+            skips = self._maker.make(self._recent[version], self._trail.state, bases)
+        except AssayError as error:
+            logger.warning("skips were not made", extra={"code": error.code, "detail": str(error)})
+            return
+        for skip in skips:
+            self._catch_up.add_skip(skip)
+            logger.info("skip made", extra={"from": skip.from_version, "to": version, "bytes": skip.nbytes})
 
     def renew(self, version: int, manifest: Envelope) -> None:
         """Go on signing heads of a ``version`` that was told of before.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from protocol.envelope import Envelope
-from protocol.errors import AssayError, LocalFault, PeerFault
+from protocol.errors import E_NOT_FOUND, AssayError, LocalFault, PeerFault
 from protocol.messages import CheckpointManifest, ChunkRef, RunManifest
 from protocol.weights.cache import ChunkCache
 from protocol.weights.chain import CheckpointFollower, open_manifest
@@ -208,9 +208,9 @@ class Weights:
         try:
             self._chunks.fetch_all(way.refs)
         except AssayError as error:
-            if not any(step.relay for step in way.steps):
+            if error.code != E_NOT_FOUND and not any(step.relay for step in way.steps):
                 raise
-            _LOG.info("a way with skips cannot be fetched whole", extra={"code": error.code})
+            _LOG.info("the cheapest way cannot be fetched whole", extra={"code": error.code})
 
 
 def fetch_model(objects: Objects, run: RunManifest, folder: Path, write: Callable[[Path, bytes], None]) -> Layout:

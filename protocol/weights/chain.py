@@ -6,7 +6,7 @@ Spec: ``docs/spec/weights.md``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -52,12 +52,13 @@ def publish(
     old: State | None,
     new: State,
     *,
-    anchor: bool,
+    anchor: bool | Callable[[int], bool],
     clock: Clock,
     beacon: str,
 ) -> PublishedVersion:
     """Write the chunks of ``new``, then its manifest. Announcing it (a head) is a separate step.
 
+    ``anchor`` says whether to publish a whole anchor, too, or decides when told the bytes of the diff.
     ``old`` is the state that ``previous`` published, never what readers are believed to hold; version 0 has neither
     and is always an anchor. Idempotent for equal arguments, apart from the time in the manifest.
 
@@ -66,7 +67,8 @@ def publish(
     """
     base_root = _check_base(layout, previous, old)
     diff = [] if old is None else _put_all(store, encode_diff(layout, old, new))
-    whole = _put_all(store, encode_anchor(layout, new)) if anchor or previous is None else []
+    wanted = previous is None or (anchor(_total(diff)) if callable(anchor) else anchor)
+    whole = _put_all(store, encode_anchor(layout, new)) if wanted else []
     store.put(layout.to_bytes())
     manifest = CheckpointManifest(
         run_id=run_id,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from protocol.envelope import Envelope
-from protocol.errors import AssayError, LocalFault, PeerFault, code
+from protocol.errors import E_NOT_FOUND, AssayError, LocalFault, PeerFault, code
 from protocol.messages import CheckpointHead, CheckpointManifest, ChunkRef
 from protocol.weights import snapshot
 from protocol.weights.cache import Fetch, verified_chunks
@@ -239,17 +239,25 @@ class CheckpointFollower:
         """
         if way.held != self.version:
             raise LocalFault(E_NO_VERSION, "the way starts elsewhere", expected=way.held, got=self.version)
-        before, avoid = self.version, set(self._refused)
+        before, relays, gone = self.version, set(self._refused), set[tuple[str, int]]()
         while True:
             logger.info("weights: %s", way.describe(), extra={"bytes": way.nbytes, "target": way.target.version})
-            failed = self._take_steps(way, avoid)
+            failed = self._take_steps(way)
             if failed is None:
                 return self.version != before
+            step, error = failed
+            if step.relay is not None:
+                relays.add(step.relay)
+            else:
+                gone.add((step.kind, step.link.version))
             rest = [link for link in way.fresh if self.version is None or link.version > self.version]
-            way = cheapest_way(rest, self._link, self._skips, refused_relays=avoid)
+            try:
+                way = cheapest_way(rest, self._link, self._skips, refused_relays=relays, without=gone)
+            except PeerFault:
+                raise error from None
 
-    def _take_steps(self, way: Way, avoid: set[str]) -> Step | None:
-        """Go until the target, or until a skip fails: then the skip, whose relay is now among ``avoid``."""
+    def _take_steps(self, way: Way) -> tuple[Step, AssayError] | None:
+        """Go until the target, or until a step fails that another way may avoid: a skip, or what is nowhere now."""
         for step in way.steps:
             before = self.version
             try:
@@ -258,13 +266,12 @@ class CheckpointFollower:
                 else:
                     self._apply(step.link, step.refs)
             except AssayError as error:
-                if step.relay is None or error.code == E_STATE_DAMAGED:
+                if error.code == E_STATE_DAMAGED or (step.relay is None and error.code != E_NOT_FOUND):
                     raise
-                avoid.add(step.relay)
-                if error.code in _RELAY_FAULTS:
+                if step.relay is not None and error.code in _RELAY_FAULTS:
                     self._refused.add(step.relay)
-                logger.warning("a skip failed", extra={"relay": step.relay, "code": error.code, "detail": str(error)})
-                return step
+                logger.warning("a %s failed", step.kind, extra={"relay": step.relay, "detail": str(error)})
+                return step, error
             if step.kind != "anchor":
                 passed = (link for link in way.fresh if (before or 0) < link.version < step.link.version)
                 self._links.update((link.version, link) for link in passed)

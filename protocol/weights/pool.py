@@ -1,9 +1,9 @@
 """Several sources of chunks as one that can be relied on.
 
 Every chunk is fetched in parts, each from the source that was best so far and within a deadline; what came is on disk
-at once, so that a kill costs one part. Only a whole chunk with the right hash is handed on. A source that serves bad
-bytes is named and dropped for the run; one that is merely away rests. Spec: ``docs/spec/store.md``, "Reading from a
-source one does not trust".
+at once, so that a kill costs the parts under way. Only a whole chunk with the right hash is handed on. A source that
+serves bad bytes is named and dropped for the run; one that is merely away rests. Spec: ``docs/spec/store.md``,
+"Reading from a source one does not trust".
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SourcePool:
         on_part: Callable[[str, int], None] | None = None,
     ):
         self.cache, self._clock = cache, clock or SystemClock()
-        self._part_s, self._chunk_s, self._on_part = part_deadline_s, chunk_deadline_s, on_part
+        self._part_s, self._chunk_s, self.on_part = part_deadline_s, chunk_deadline_s, on_part
         self._lock = threading.Lock()
         self._sources: dict[str, ChunkSource] = {}
         self._scores: dict[str, Score] = {}
@@ -106,6 +106,15 @@ class SourcePool:
         """Ask this source no more (it left); its score is kept in case it comes back."""
         with self._lock:
             self._sources.pop(name, None)
+
+    def close(self) -> None:
+        """Drop the connections of those sources that have some."""
+        with self._lock:
+            sources = list(self._sources.values())
+        for source in sources:
+            close = getattr(source, "close", None)
+            if callable(close):
+                close()
 
     def scores(self) -> list[Score]:
         """A copy of what is known about every source, in the order they were added."""
@@ -184,8 +193,8 @@ class SourcePool:
             score.delivers(len(data), took)
             if len(data) < end - (chunk.have - len(data)):
                 score.fails(self._clock.monotonic())
-        if self._on_part is not None:
-            self._on_part(source.name, len(data))
+        if self.on_part is not None:
+            self.on_part(source.name, len(data))
 
     def _ask(self, source: ChunkSource, key: str, start: int, end: int) -> bytes:
         """One part, on a thread of its own: a source that does not keep its deadline is left behind.

@@ -10,10 +10,11 @@ _NEWEST: Final = 0.3
 #: Rest after the first failure in a row, in seconds; doubles up to the second number.
 _FIRST_REST_S: Final = 0.1
 _LAST_REST_S: Final = 60.0
-#: Bytes of the first part asked for, and bounds of later ones.
+#: Bytes of the first part asked for, and bounds of later ones. As many parts of the most as chunks are on their way at
+#: once make about one chunk, so that a kill costs no more than that.
 _FIRST_PART: Final = 256 * 2**10
 _LEAST_PART: Final = 64 * 2**10
-_MOST_PART: Final = 8 * 2**20
+_MOST_PART: Final = 2**20
 #: A part should take about this long, in seconds: so much is lost when it fails.
 _PART_S: Final = 2.0
 

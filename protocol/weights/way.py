@@ -78,10 +78,12 @@ class Way:
 
 def cheapest_way(
     fresh: Sequence[Link], held: Link | None, find: FindSkips | None, *, refused_relays: Collection[str] = (),
+    without: Collection[tuple[str, int]] = (),
 ) -> Way:
     """The way with the fewest bytes, and among those the one with the fewest steps.
 
-    ``fresh`` are checked links in a row, the last one the target; the first need not follow ``held``.
+    ``fresh`` are checked links in a row, the last one the target; the first need not follow ``held``. ``without`` holds
+    kind and version of steps that cannot be had.
 
     Raises:
         PeerFault: ``E_CHECKPOINT_GAP`` when no way leads to the target.
@@ -90,7 +92,7 @@ def cheapest_way(
     if held is not None:
         links[held.version] = held
     source, target = (_NOTHING if held is None else held.version), fresh[-1].version
-    edges = _Edges(links, find, refused_relays, not_below=max(source, 0))
+    edges = _Edges(links, find, refused_relays, without, not_below=max(source, 0))
     best: dict[int, tuple[int, int]] = {target: (0, 0)}
     after: dict[int, Step] = {}  # the edge that leaves a version
     queue, done = [(0, 0, target)], set()
@@ -125,9 +127,11 @@ class _Edges:
     """What leads to each version. Skips are asked for at most ``_MAX_LOOKUPS`` times, and no more after a failure."""
 
     def __init__(
-        self, links: Mapping[int, Link], find: FindSkips | None, refused: Collection[str], *, not_below: int
+        self, links: Mapping[int, Link], find: FindSkips | None, refused: Collection[str],
+        without: Collection[tuple[str, int]], *, not_below: int,
     ):
         self._links, self._find, self._refused, self._not_below = links, find, refused, not_below
+        self._without = without
         self._manifests = {version: link.manifest for version, link in links.items()}
         self._lookups = 0
 
@@ -135,9 +139,9 @@ class _Edges:
         """Diff, anchor and skips that end at ``version``."""
         link = self._links[version]
         steps = []
-        if link.manifest.diff and version - 1 in self._links:
+        if link.manifest.diff and version - 1 in self._links and ("diff", version) not in self._without:
             steps.append(Step("diff", version - 1, link, link.manifest.diff))
-        if link.manifest.anchor:
+        if link.manifest.anchor and ("anchor", version) not in self._without:
             steps.append(Step("anchor", None, link, link.manifest.anchor))
         return [*steps, *self._skips(link)]
 

@@ -76,6 +76,7 @@ class FakeLearner:
         self.store: Store = MemoryStore() if store is None else store
         self.clock = FakeClock()
         self.layout, self.identity = layout, identity
+        self.first: State | None = None  #: the state of version 0; random bits by default
         self.states: list[State] = []
         self.manifests: list[CheckpointManifest] = []
         self.envelopes: list[Envelope] = []
@@ -84,7 +85,10 @@ class FakeLearner:
         """One more version; the first is an anchor."""
         self.clock.advance(1)
         old = self.states[-1] if self.states else None
-        new = random_bits(self.layout, self.rng) if old is None else changed(old, self.rng, density, any_bits=any_bits)
+        if old is None:
+            new = self.first or random_bits(self.layout, self.rng)
+        else:
+            new = changed(old, self.rng, density, any_bits=any_bits)
         version = publish(
             self.store, self.identity, RUN_ID, self.layout,
             (self.manifests[-1], self.envelopes[-1]) if old is not None else None, old, new,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
@@ -24,6 +24,7 @@ class Mirror:
     def __init__(self, objects: dict[str, bytes], mode: Mode = "honest"):
         self.objects, self.mode = objects, mode
         self.served = 0
+        self.on_served: Callable[[int], None] = lambda served: None  #: told after every 16 KiB of a body
         self.asked: list[tuple[str, str | None]] = []
         self.closing = threading.Event()
         self.url = ""
@@ -108,8 +109,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _write(self, data: bytes) -> None:
         try:
-            self.wfile.write(data)
-            self.mirror.served += len(data)
+            for at in range(0, len(data), 2**14):
+                piece = data[at : at + 2**14]
+                self.wfile.write(piece)
+                self.mirror.served += len(piece)
+                self.mirror.on_served(self.mirror.served)
         except OSError:
             self.close_connection = True
 

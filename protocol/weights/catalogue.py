@@ -1,0 +1,163 @@
+"""Everything a run has published of its weights, as anybody with the root key can check it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Final, Protocol
+
+from protocol.envelope import Envelope
+from protocol.errors import E_OBJECT_HASH, E_STORE, E_USAGE, AssayError, LocalFault, PeerFault
+from protocol.messages import CheckpointHead, CheckpointManifest, ChunkRef, RunManifest
+from protocol.weights.follower import CheckpointFollower
+from protocol.weights.layout import Layout, write_safetensors
+from protocol.weights.link import Link, open_chain
+from protocol.weights.pool import SourcePool
+from protocol.weights.skips import SKIP_EVERY, CheckpointSkip, FindSkips, announced_skips, index_name, read_announcement
+
+#: Manifests asked for at once.
+_WINDOW: Final = 500
+
+
+class Teller(Protocol):
+    """Who tells of a run; :class:`protocol.client.CoordinatorClient` is one."""
+
+    def run_manifest(self) -> Envelope:
+        """The signed run manifest."""
+        ...
+
+    def head(self) -> Envelope:
+        """The newest head."""
+        ...
+
+    def checkpoints(self, first: int, last: int) -> list[Envelope]:
+        """Manifests of versions first to last."""
+        ...
+
+    def fetch(self, sha256: str) -> bytes:
+        """A small object by hash."""
+        ...
+
+    def skips(self, name: str) -> bytes | None:
+        """Announced skips by name."""
+        ...
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """A run's chain from version 0 to its head, every signature and link checked."""
+
+    teller: Teller
+    run: RunManifest
+    layout: Layout
+    head: CheckpointHead
+    links: Sequence[Link]
+
+    @classmethod
+    def read(cls, teller: Teller, root_key: str) -> Catalogue:
+        """Ask for everything and check it. A head past its expiry is accepted: the run may be over.
+
+        Raises:
+            PeerFault: something is not signed, not of this run, or does not chain.
+            LocalFault, Transient: it cannot be had.
+        """
+        run = RunManifest.open(teller.run_manifest(), root_key)
+        layout_bytes = teller.fetch(run.model.layout_sha256)
+        if hashlib.sha256(layout_bytes).hexdigest() != run.model.layout_sha256:
+            raise PeerFault(E_OBJECT_HASH, "the layout is not the run's", expected=run.model.layout_sha256)
+        layout = Layout.from_bytes(layout_bytes)
+        head = CheckpointHead.open(teller.head(), run.roles.learner, run_id=run.run_id)
+        envelopes: list[Envelope] = []
+        while len(envelopes) <= head.version:
+            window = teller.checkpoints(len(envelopes), min(len(envelopes) + _WINDOW - 1, head.version))
+            if not window:
+                break
+            envelopes += window
+        links = open_chain(envelopes, run.roles.learner, run.run_id, layout)
+        if [link.version for link in links] != list(range(head.version + 1)):
+            raise PeerFault(
+                E_OBJECT_HASH, "not all versions were told of", expected=f"0 to {head.version}", got=len(links)
+            )
+        if links[-1].digest != head.manifest_sha256:
+            raise PeerFault(
+                E_OBJECT_HASH, "the head names another newest version", expected=head.manifest_sha256,
+                got=links[-1].digest,
+            )
+        return cls(teller, run, layout, head, links)
+
+    @cached_property
+    def manifests(self) -> list[CheckpointManifest]:
+        """Of all versions, ascending."""
+        return [link.manifest for link in self.links]
+
+    def skips_to(self, version: int) -> list[CheckpointSkip]:
+        """Skips announced for a version that a follower would consider."""
+        by_version = {manifest.version: manifest for manifest in self.manifests}
+        return announced_skips(self.teller.skips, self.manifests[version], by_version)
+
+    def all_skips(self, find: FindSkips | None = None) -> Iterator[CheckpointSkip]:
+        """Every well-formed skip that is announced, usable or not."""
+        find = find or self.teller.skips
+        for manifest in self.manifests[SKIP_EVERY::SKIP_EVERY]:
+            yield from read_announcement(find(index_name(manifest)), self.run.run_id)
+
+    def manifest_at(self, version: int) -> CheckpointManifest:
+        """Of one version; negative ones count from the newest.
+
+        Raises:
+            LocalFault: ``E_USAGE``.
+        """
+        if not -len(self.links) <= version < len(self.links):
+            raise LocalFault(
+                E_USAGE, f"there is no version {version}", expected=f"0 to {self.head.version}", got=version,
+                hint="assay weights ls shows them",
+            )
+        return self.manifests[version]
+
+    def follower(self, pool: SourcePool) -> CheckpointFollower:
+        """A follower of this run that holds nothing yet."""
+
+        def manifests(first: int, last: int) -> Sequence[Envelope]:
+            return [link.envelope for link in self.links[first : last + 1]]
+
+        return CheckpointFollower(
+            pool.fetch, self.run.roles.learner, self.run.run_id, self.layout, manifests=manifests,
+            skips=self.teller.skips, keep_versions=0,
+        )
+
+    def damaged(self, pool: SourcePool, manifest: CheckpointManifest) -> list[tuple[ChunkRef, AssayError]]:
+        """The chunks of a version that cannot be had in one piece, and why."""
+        found = []
+        for ref in [*manifest.diff, *manifest.anchor]:
+            try:
+                pool.fetch(ref.sha256, ref.size_bytes)
+            except AssayError as error:
+                found.append((ref, error))
+        return found
+
+    def export(self, follower: CheckpointFollower, folder: Path) -> list[Path]:
+        """Write what ``follower`` holds as a Hugging Face folder: the run's model files and ``model.safetensors``.
+
+        Raises:
+            LocalFault: ``E_STORE``, ``E_STATE`` when it cannot be written; ``E_OBJECT_HASH``.
+            AssayError: a model file cannot be had.
+        """
+        written = []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, sha256 in self.run.model.files.items():
+                data = self.teller.fetch(sha256)
+                if hashlib.sha256(data).hexdigest() != sha256:
+                    raise LocalFault(E_OBJECT_HASH, f"{name} is not the run's", expected=sha256)
+                (folder / name).write_bytes(data)
+                written.append(folder / name)
+            draft, final = folder / "model.safetensors.new", folder / "model.safetensors"
+            about = {"assay_run": self.run.run_id, "assay_version": str(follower.version)}
+            write_safetensors(draft, self.layout, follower.state, metadata=about)
+            draft.replace(final)
+        except OSError as error:
+            raise LocalFault(E_STORE, f"cannot write to {folder}", got=str(error)) from None
+        return [*written, final]

@@ -1,0 +1,185 @@
+"""``assay weights`` against the reading side of a coordinator over HTTP."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from protocol.errors import AssayError
+from protocol.identity import Identity
+from protocol.store import DirectoryStore
+from protocol.weights.layout import read_safetensors
+from protocol.weights.progress import Progress
+from protocol.weights.skips import SkipMaker, index_name
+from protocol.weights_cli import app
+from tests.fakes.checkpoints import LEARNER, RUN_ID, FakeLearner, same_bits
+from tests.fakes.clock import FakeClock
+from tests.fakes.learning import load_model, make_model_dir
+from tests.fakes.office_server import ROOT, Office, manifest_of, open_office
+
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def office(tmp_path: Path, model: Path) -> Iterator[Office]:
+    """A tiny real model, twelve versions of it, anchors at 0, 5 and 10, and a relay."""
+    layout, state = load_model(model)
+    learner = FakeLearner(DirectoryStore(tmp_path / "store"), layout=layout)
+    learner.first = state
+    maker = SkipMaker(learner.store, LEARNER, RUN_ID, layout)
+    for version in range(12):
+        learner.publish(anchor=version % 5 == 0, density=0.001)
+        bases = ((learner.manifests[base], learner.states[base]) for base in maker.due(version))
+        maker.make(learner.manifests[version], learner.states[version], bases)
+    files = {path.name: learner.store.put(path.read_bytes()) for path in model.iterdir() if path.suffix == ".json"}
+    with open_office(Office(learner, manifest_of(learner, files))) as office:
+        yield office
+
+
+def call(office: Office, verb: str, *arguments: str, root: Identity = ROOT) -> Result:
+    words = [verb, "--coordinator", office.url, "--root", root.public_key.hex(), *arguments]
+    return CliRunner().invoke(app, words)
+
+
+def lines(result: Result) -> list[dict[str, object]]:
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_ls(office: Office) -> None:
+    table = call(office, "ls")
+    assert table.exit_code == 0
+    assert len(table.stdout.splitlines()) == 2 + 12
+    rows = lines(call(office, "ls", "--json"))
+    assert [row["version"] for row in rows] == list(range(12))
+    assert [bool(row["anchor_bytes"]) for row in rows] == [version % 5 == 0 for version in range(12)]
+    assert rows[8]["skips"]
+
+
+def test_another_root_key_and_no_root_key(office: Office) -> None:
+    result = call(office, "ls", root=Identity(bytes(32)))
+    assert isinstance(result.exception, AssayError)
+    assert result.exception.code == "E_SIGNATURE"
+    result = CliRunner().invoke(app, ["ls", "--coordinator", office.url, "--root", "xyz"])
+    assert isinstance(result.exception, AssayError)
+    assert (result.exception.code, bool(result.exception.hint)) == ("E_USAGE", True)
+
+
+def test_verify_finds_what_is_missing_and_what_is_damaged(office: Office, tmp_path: Path) -> None:
+    cache = ["--cache", str(tmp_path / "cache")]
+    good = call(office, "verify", "--deep", *cache)
+    assert (good.exit_code, good.stdout.strip()) == (0, "12 versions, roots and chunks checked: nothing bad")
+    gone, torn = (office.learner.manifests[version].diff[0].sha256 for version in (3, 7))
+    store = office.learner.store
+    assert isinstance(store, DirectoryStore)
+    store.delete(gone)
+    file = store.path / torn[:2] / torn
+    data = file.read_bytes()
+    file.unlink()
+    office_get = office.learner.store.get
+    served = {torn: data[:-1] + bytes([data[-1] ^ 1])}
+    office.learner.store.get = lambda key, *rest: served.get(key) or office_get(key, *rest)  # type: ignore[method-assign]
+    office.learner.store.has = lambda key: key in served or DirectoryStore.has(store, key)  # type: ignore[method-assign]
+    bad = call(office, "verify", "--json", "--cache", str(tmp_path / "other"))
+    assert bad.exit_code == 1
+    *found, last = lines(bad)
+    assert [(row["version"], row["code"]) for row in found] == [(3, "E_NOT_FOUND"), (7, "E_OBJECT_HASH")]
+    assert last == {"versions": 12, "deep": False, "bad": 2}
+
+
+def test_gc_deletes_only_when_told_and_only_what_nobody_needs(office: Office, tmp_path: Path) -> None:
+    store = office.learner.store
+    assert isinstance(store, DirectoryStore)
+    place = ["--store", f"dir:{store.path}", "--keep", "0", "--json"]
+    office.oldest_version_needed = 6  # a lease, say
+    (said,) = lines(call(office, "gc", *place))
+    assert (said["oldest_needed"], said["kept_from_anchor"], said["deleted"]) == (6, 5, 0)
+    (done,) = lines(call(office, "gc", *place, "--delete"))
+    assert done["deleted"] == done["objects"] == said["objects"]
+    assert not store.has(office.learner.manifests[0].anchor[0].sha256)
+    for manifest in office.learner.manifests[6:]:
+        assert all(store.has(ref.sha256) for ref in [*manifest.diff, *manifest.anchor])
+    assert store.has(office.learner.layout.sha256)
+    assert all(store.has(sha256) for sha256 in office.run.model.files.values())
+    assert call(office, "verify", "--from", "6", "--cache", str(tmp_path / "c")).exit_code == 0
+    office.oldest_version_needed = None
+    refused = call(office, "gc", *place)
+    assert isinstance(refused.exception, AssayError)
+    assert refused.exception.code == "E_USAGE"
+
+
+def test_a_relay_makes_what_is_missing_and_no_more(office: Office, tmp_path: Path) -> None:
+    store = office.learner.store
+    assert isinstance(store, DirectoryStore)
+    (store.path / "index" / index_name(office.learner.manifests[8])).unlink()
+    words = ["--store", f"dir:{store.path}", "--cache", str(tmp_path / "cache"), "--json"]
+    *made, last = lines(call(office, "relay", *words))
+    assert sorted((row["from"], row["to"]) for row in made) == [(0, 8), (4, 8)]
+    assert last["made"] == 2
+    assert lines(call(office, "relay", *words, "--since", "5"))[-1]["made"] == 0
+    follower = office.learner.follower()
+    follower.advance(office.learner.envelopes[:1])
+    way = follower._way(office.learner.envelopes[:9])
+    assert way is not None
+    assert last["relay"] in {step.relay for step in way.steps}
+    assert follower.follow(way)
+    assert same_bits(follower.state, office.learner.states[8])
+
+
+@pytest.mark.parametrize("version", [3, -1])
+def test_export_writes_a_folder_that_transformers_loads(office: Office, tmp_path: Path, version: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "out"
+    result = call(office, "export", "--out", str(out), "--version", str(version), "--cache", str(tmp_path / "cache"))
+    assert result.exit_code == 0, result.output
+    assert "B in all" in result.stdout
+    layout, state = read_safetensors(out / "model.safetensors")
+    assert layout.entries == office.learner.layout.entries
+    assert same_bits(state, office.learner.states[version])
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert sum(parameter.numel() for parameter in model.parameters()) > 0
+    before = office.served
+    again = call(office, "export", "--out", str(out), "--version", str(version), "--cache", str(tmp_path / "cache"))
+    assert again.exit_code == 0
+    assert office.served == before  # every chunk was in the cache
+    progress = [json.loads(line) for line in again.stderr.splitlines() if line.startswith("{")]
+    assert progress[-1]["event"] == "progress"
+
+
+def test_there_is_no_such_version(office: Office, tmp_path: Path) -> None:
+    result = call(office, "export", "--out", str(tmp_path / "out"), "--version", "99")
+    assert isinstance(result.exception, AssayError)
+    assert result.exception.code == "E_USAGE"
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_bar_on_a_terminal_and_json_lines_elsewhere() -> None:
+    for out in (_Terminal(), io.StringIO()):
+        clock = FakeClock()
+        progress = Progress("weights", 4 * 2**20, out, clock=clock)
+        for _ in range(4):
+            clock.advance(3.0)
+            progress.part("a", 2**20)
+        progress.close()
+        text = out.getvalue()
+        if out.isatty():
+            assert text.count("\r") == 5
+            assert "100% of 4.0 MiB" in text.rsplit("\r", 1)[-1]
+        else:
+            told = [json.loads(line) for line in text.splitlines()]
+            assert [line["bytes"] for line in told] == [2**20, 2 * 2**20, 3 * 2**20, 4 * 2**20, 4 * 2**20]
+            assert told[-1]["sources"] == {"a": 4 * 2**20}
