@@ -165,3 +165,17 @@ def test_an_update_receipt_names_its_batch_and_its_checkpoint(world: World) -> N
     assert world.learner.client.post_update(receipt()).duplicate is True
     assert world.learner.client.batch(1).update is not None
     assert world.http.get("/v1/status").json()["batches"][0]["metrics"] == {"kl": 0.0015}
+
+
+def test_versions_under_check_and_within_the_staleness_bound_are_needed(world: World) -> None:
+    """``world`` has version 0; its staleness bound is one version."""
+
+    def needed() -> int:
+        return int(world.learner.client.status()["oldest_version_needed"])
+
+    world.node().join().work(1)
+    for _ in range(3):
+        world.publish()
+    assert needed() == 0  # the submission still waits for its check
+    world.verifier.pass_all()
+    assert needed() == 2
