@@ -32,7 +32,7 @@ from learner.metrics import Metrics
 from protocol.api import AdmittedGroup, WireEnvelope
 from protocol.envelope import Envelope
 from protocol.errors import E_NOT_FOUND, LocalFault
-from protocol.messages import BatchPlan, UpdateReceipt
+from protocol.messages import BatchPlan, CheckpointManifest, UpdateReceipt
 
 _R = TypeVar("_R", bound=BaseModel)
 
@@ -135,6 +135,18 @@ class Journal:
     def publication(self, version: int) -> Publication | None:
         """What the step made, or None when it is not done."""
         return self._read(Publication, version, "publication.json")
+
+    def since_anchor(self, newest: int) -> list[CheckpointManifest]:
+        """Manifests of the publications from the last anchor to ``newest``, as far as there is no gap; ascending."""
+        found: list[CheckpointManifest] = []
+        for version in range(newest, -1, -1):
+            publication = self.publication(version)
+            if publication is None:
+                break
+            found.insert(0, CheckpointManifest.from_payload(publication.manifest.payload))
+            if found[0].anchor:
+                break
+        return found
 
     def set_told(self, version: int) -> None:
         """Everybody knows of ``version``."""

@@ -174,20 +174,8 @@ class Learner:
             self._beacons[known] = manifest.beacon
         envelope = self._publication(newest).manifest
         manifest = CheckpointManifest.from_payload(envelope.payload)
-        self.publisher.recall(self._since_anchor(newest))
+        self.publisher.recall(self.journal.since_anchor(newest))
         self._adopt(manifest, envelope, self.trainer.published_state())
-
-    def _since_anchor(self, newest: int) -> list[CheckpointManifest]:
-        """Published manifests from the newest anchor on, as far as the journal has them without a gap."""
-        found: list[CheckpointManifest] = []
-        for version in range(newest, -1, -1):
-            publication = self.journal.publication(version)
-            if publication is None:
-                break
-            found.insert(0, CheckpointManifest.from_payload(publication.manifest.payload))
-            if found[0].anchor:
-                break
-        return found
 
     def _publication(self, version: int) -> Publication:
         publication = self.journal.publication(version)

@@ -90,10 +90,9 @@ class CheckpointFollower:
 
     @property
     def state(self) -> State:
-        """The live arrays of the newest verified state. Read only: they change in place when a version is applied.
+        """The live arrays of the newest verified state; ``E_NO_VERSION`` before the first.
 
-        Raises:
-            LocalFault: ``E_NO_VERSION`` before the first.
+        Read only: they change in place when a version is applied.
         """
         if self._state is None:
             raise LocalFault(E_NO_VERSION, "no checkpoint has been followed yet")
@@ -101,20 +100,12 @@ class CheckpointFollower:
 
     @property
     def manifest(self) -> CheckpointManifest:
-        """Manifest of the state held.
-
-        Raises:
-            LocalFault: ``E_NO_VERSION`` before the first.
-        """
+        """Manifest of the state held; ``E_NO_VERSION`` before the first."""
         return self._held().manifest
 
     @property
     def manifest_envelope(self) -> Envelope:
-        """The same as the learner signed it.
-
-        Raises:
-            LocalFault: ``E_NO_VERSION`` before the first.
-        """
+        """The same as the learner signed it; ``E_NO_VERSION`` before the first."""
         return self._held().envelope
 
     @property
@@ -246,10 +237,9 @@ class CheckpointFollower:
             if failed is None:
                 return self.version != before
             step, error = failed
-            if step.relay is not None:
-                relays.add(step.relay)
-            else:
+            if step.relay is None:
                 gone.add((step.kind, step.link.version))
+            relays.update([step.relay] if step.relay else [])
             rest = [link for link in way.fresh if self.version is None or link.version > self.version]
             try:
                 way = cheapest_way(rest, self._link, self._skips, refused_relays=relays, without=gone)
