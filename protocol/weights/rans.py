@@ -56,11 +56,13 @@ def frequencies(table: NDArray[np.uint8]) -> NDArray[np.uint32]:
     found = weights * _TOTAL // weights.sum()
     found[(weights > 0) & (found == 0)] = 1
     excess = int(found.sum()) - _TOTAL
-    if excess < 0:
+    if excess <= 0:
         found[np.argmax(found)] -= excess
+        return found.astype(np.uint32)
+    rest = found.tolist()
     for _ in range(excess):
-        found[np.argmax(found)] -= 1
-    return found.astype(np.uint32)
+        rest[rest.index(max(rest))] -= 1
+    return np.array(rest, np.uint32)
 
 
 def starts_of(frequency: NDArray[np.uint32]) -> NDArray[np.uint32]:
