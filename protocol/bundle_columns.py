@@ -120,13 +120,11 @@ def to_bundle(frame: Frame, draws: Draws, rules: SamplingRules) -> Bundle:
     """
     token_ends = np.cumsum(frame.length, dtype=np.int64)
     entry_ends = np.append(frame.head_starts(), len(draws.head_id))[token_ends]
-    columns = [
-        column.astype(dtype, copy=False) for column, dtype in (
-            (draws.token, np.uint32), (frame.head_length, np.uint8), (draws.head_id, np.uint32),
-            (draws.head_code, np.uint16), (draws.tail_code, np.uint16), (draws.token_code, np.uint16),
-        )
-    ]
-    tokens, head_lengths, head_ids, head_codes, tail_codes, token_codes = columns
+    tokens, head_ids = draws.token.astype(np.uint32, copy=False), draws.head_id.astype(np.uint32, copy=False)
+    head_lengths = frame.head_length.astype(np.uint8, copy=False)
+    head_codes, tail_codes, token_codes = (
+        codes.astype(np.uint16, copy=False) for codes in (draws.head_code, draws.tail_code, draws.token_code)
+    )
     segments = _segments(frame, rules)
     rollouts, first, start = [], 0, 0
     for index, (last, end) in enumerate(zip(token_ends.tolist(), entry_ends.tolist(), strict=True)):

@@ -53,7 +53,7 @@ def frequencies(table: NDArray[np.uint8]) -> NDArray[np.uint32]:
     """
     weights = np.zeros(256, np.int64)
     weights[: len(table)] = WEIGHTS[table]
-    found = weights * _TOTAL // weights.sum()
+    found: NDArray[np.int64] = weights * _TOTAL // weights.sum()
     found[(weights > 0) & (found == 0)] = 1
     excess = int(found.sum()) - _TOTAL
     if excess <= 0:

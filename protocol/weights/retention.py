@@ -38,7 +38,8 @@ def retention(
     """
     anchor = max((m.version for m in manifests if m.anchor and m.version <= oldest_needed), default=None)
     first = 0 if anchor is None else anchor
-    keep, rest = set(protected), {}
+    keep = set(protected)
+    rest: dict[str, int] = {}
     for manifest in manifests:
         rest.update((ref.sha256, ref.size_bytes) for ref in [*manifest.diff, *manifest.anchor])
         if manifest.version >= first:
