@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import harness
 
 harness.pin_threads()
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from real_rollouts import (  # noqa: E402
     BEACON,
@@ -145,11 +145,11 @@ def _measure(workload: Workload, rules: SamplingRules, options: argparse.Namespa
             undrawn, drawn = ([bench.submission(lease, drawn=d) for lease in made] for d in (False, True))
             if turn == 0:  # compiles, loads the model and the task
                 bench.judge(drawn)
-            cheap = statistics.median(_seconds(lambda: bench.judge(undrawn)) for _ in range(5))  # noqa: B023
+            cheap = float(np.median([_seconds(lambda: bench.judge(undrawn)) for _ in range(5)]))  # noqa: B023
             found["generate"].append(seconds / tokens)
             found["t0_t1"].append(cheap / tokens)
             found["t2"].append((_seconds(lambda: bench.judge(drawn)) - cheap) / tokens)  # noqa: B023
-    median = {name: statistics.median(values) for name, values in found.items()}
+    median = {name: float(np.median(values)) for name, values in found.items()}
     return {
         "generate_us_per_token": 1e6 * median["generate"], "t0_t1_us_per_token": 1e6 * median["t0_t1"],
         "t2_us_per_token": 1e6 * median["t2"],
@@ -160,7 +160,7 @@ def _measure(workload: Workload, rules: SamplingRules, options: argparse.Namespa
 
 def _ratio(costs: Sequence[float], yardstick: Sequence[float]) -> float:
     """Median of the ratios of each turn."""
-    return statistics.median(cost / base for cost, base in zip(costs, yardstick, strict=True))
+    return float(np.median(np.array(costs) / np.array(yardstick)))
 
 
 def _seconds(work: Callable[[], None]) -> float:

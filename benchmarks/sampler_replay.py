@@ -2,13 +2,15 @@
 
 Real heads are those of SmolLM2-135M and of the tiny model; they are drawn from again under many seeds, which makes as
 many tokens as are asked for. Random heads come from random logits. Every token is drawn by torch (its own race, not
-the kernel), replayed by numba and by numpy; tail draws, for which no logits are at hand, stand for whatever token.
+the kernel), replayed by numba and by numpy; tail draws, for which no logits are at hand, stand for a token that no
+head holds.
 The speed is that of ``protocol.sampler.replay`` on whole rollouts with heads of 32, next to the same in numpy.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -91,7 +93,7 @@ def _drawn(heads: Heads, rules: SamplingRules, seed: bytes, length: int, rng: np
     inside = np.arange(chosen.ids_BK.shape[1]) < lengths[:, None]
     tail = tokens == TAIL_ID
     return Rollout(
-        sample=0, tokens=np.where(tail, rules.vocab_size - 1, tokens).astype(np.uint32),
+        sample=0, tokens=np.where(tail, TAIL_ID - 1, tokens).astype(np.uint32),
         head_lengths=lengths.astype(np.uint8), head_ids=chosen.ids_BK.numpy()[inside].astype(np.uint32),
         head_codes=chosen.codes_BK.numpy()[inside].astype(np.uint16),
         tail_codes=chosen.tail_codes_B.numpy().astype(np.uint16),
@@ -146,7 +148,7 @@ def _exchanged(rollout: Rollout, rng: np.random.Generator) -> tuple[Rollout, int
 
 
 def _speed(seeded: Sequence[Seeded], rules: SamplingRules, rounds: int) -> dict[str, Any]:
-    """Tokens per second of whole replays, numba and numpy in turns."""
+    """Tokens per second of CPU time of whole replays, numba and numpy in turns."""
     tokens = sum(len(rollout) for rollout, _ in seeded)
     weights = float_weights(rules.steps_per_nat)
 
@@ -158,7 +160,7 @@ def _speed(seeded: Sequence[Seeded], rules: SamplingRules, rounds: int) -> dict[
         for rollout, seed in seeded:
             sampler._replay_numpy(rollout, seed_words(seed), weights)
 
-    found = harness.interleave({"numba": numba, "numpy": numpy}, rounds=rounds)
+    found = harness.interleave({"numba": numba, "numpy": numpy}, rounds=rounds, clock=time.process_time)
     return {
         "tokens_per_s_per_core": tokens / found["numba"].median, "best": tokens / min(found["numba"].seconds),
         "spread": found["numba"].spread, "numpy_tokens_per_s": tokens / found["numpy"].median,
