@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from coordinator.preset_settings import with_settings
@@ -24,3 +26,14 @@ def test_single_numbers_of_a_preset_are_changed() -> None:
 def test_bad_settings_are_named(assignment: str) -> None:
     with pytest.raises(LocalFault, match="E_CONFIG"):
         with_settings(preset("tiny"), [assignment])
+
+
+@pytest.mark.parametrize(("name", "task"), [("tiny", None), ("smollm2", None), ("smollm2", "gsm8k")])
+def test_quantisation_alone_never_reaches_a_limit(name: str, task: str | None) -> None:
+    """The bounds of docs/spec/verification.md, "Thresholds": half a step per entry, 1 / (8 steps^2) per head."""
+    chosen = preset(name, task)
+    steps = chosen.sampling.steps_per_nat
+    assert chosen.sampling.head_max_code == round(steps * math.log(1e6))
+    for profile in chosen.profiles:
+        assert min(profile.max_mean_kl_nano / 1e3, profile.max_token_kl_micro) > 1e6 / (8 * steps**2)
+        assert profile.max_margin_micro > 2 * 1e6 * 0.5 / steps
