@@ -18,7 +18,7 @@ from coordinator.run import Run
 from coordinator.screens import review
 from coordinator.verdict_rules import check_verdict
 from protocol import statistics
-from protocol.api import E_NODE_EVIDENCE, E_UNCALIBRATED, Ack, AuditJob, ClaimReply, ReplicaRef
+from protocol.api import E_SUSPICION, E_UNCALIBRATED, Ack, AuditJob, ClaimReply, ReplicaRef
 from protocol.envelope import Envelope
 from protocol.errors import E_NOT_FOUND, LocalFault, code
 from protocol.messages import AuditClaim, Verdict
@@ -111,7 +111,7 @@ class Audits:
 
     def _job(self, session: Session, receipt: Receipt) -> AuditJob:
         lease, node = session.get_one(Lease, receipt.lease_id), session.get_one(Node, receipt.node_id)
-        doubtful = node.evidence_milli >= statistics.unconfirmed_limit(self._alarm)
+        doubtful = node.suspicion_milli >= statistics.unconfirmed_limit(self._alarm)
         return AuditJob(
             receipt=Envelope.from_bytes(receipt.envelope), commitment=Envelope.from_bytes(receipt.commitment),
             lease=Envelope.from_bytes(lease.envelope), drawn=receipt.drawn or receipt.review, node_profile=node.profile,
@@ -153,28 +153,28 @@ class Audits:
         self._groups.verified(session, receipt, now_ms)
 
     def _weigh(self, session: Session, receipt: Receipt, verdict: Verdict, node: Node, now_ms: int) -> None:
-        """Add a verdict's evidence to the node's sum; at the alarm the node is banned."""
-        if not verdict.evidence:
+        """Add a verdict's scores to the suspicion of the node; at the alarm it is banned."""
+        if not verdict.scores:
             return
-        before = node.evidence_milli
-        for rollout in verdict.evidence:
+        before = node.suspicion_milli
+        for rollout in verdict.scores:
             confirmed = "T3" in verdict.tiers
-            node.evidence_milli = statistics.advance(
-                node.evidence_milli, rollout.llr_milli, self._alarm, confirmed=confirmed
+            node.suspicion_milli = statistics.advance(
+                node.suspicion_milli, rollout.llr_milli, self._alarm, confirmed=confirmed
             )
-            node.evidence_rollouts += 1
-        after = node.evidence_milli
+            node.suspicion_rollouts += 1
+        after = node.suspicion_milli
         body = {"receipt_id": receipt.id, "node_id": node.id, "before_milli": before, "after_milli": after}
-        event_log.append(session, now_ms, "evidence", body)
+        event_log.append(session, now_ms, "suspicion", body)
         if after < self._alarm:
             return
-        drills.note_failure(session, receipt, E_NODE_EVIDENCE, now_ms)
-        counters.add_reason(session, node.id, E_NODE_EVIDENCE)
+        drills.note_failure(session, receipt, E_SUSPICION, now_ms)
+        counters.add_reason(session, node.id, E_SUSPICION)
         reason = (
-            f"evidence of {after / 1000:.2f} nats over {node.evidence_rollouts} audited rollouts, "
+            f"suspicion of {after / 1000:.2f} nats over {node.suspicion_rollouts} audited rollouts, "
             f"alarm at {self._alarm / 1000:.2f}"
         )
-        self._discipline.ban(session, node, now_ms, code=E_NODE_EVIDENCE, reason=reason, receipt_id=receipt.id)
+        self._discipline.ban(session, node, now_ms, code=E_SUSPICION, reason=reason, receipt_id=receipt.id)
 
     def _failed(self, session: Session, receipt: Receipt, verdict: Verdict, now_ms: int) -> None:
         node, found = session.get_one(Node, receipt.node_id), verdict.code or ""

@@ -124,8 +124,8 @@ class Node(Base):
     forced_audits: Mapped[int] = mapped_column(default=0)  #: next bundles that are audited for certain
     submitted_ms: Mapped[int | None]  #: when it last handed something in
     reward_micro: Mapped[int] = mapped_column(default=0)  #: recent distance of its rewards from everybody's, 1e-6
-    evidence_milli: Mapped[int] = mapped_column(default=0)  #: sequential log-evidence against it, 1e-3 nats
-    evidence_rollouts: Mapped[int] = mapped_column(default=0)  #: audited rollouts that went into it
+    suspicion_milli: Mapped[int] = mapped_column(default=0)  #: what audited rollouts say against it, 1e-3 nats
+    suspicion_rollouts: Mapped[int] = mapped_column(default=0)  #: audited rollouts that went into it
 
 
 class NodeReason(Base):

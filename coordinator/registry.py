@@ -59,7 +59,7 @@ class Registry:
             node = self._add(session, node_id, hello, now_ms)
         elif node.profile != hello.profile:
             # A new profile is an unknown one: trust and evidence of the old one say nothing about it.
-            node.audited_passes = node.evidence_milli = node.evidence_rollouts = 0
+            node.audited_passes = node.suspicion_milli = node.suspicion_rollouts = 0
             event_log.append(session, now_ms, "profile-changed", {"node_id": node_id, "profile": hello.profile})
         node.name, node.profile, node.protocol_version = hello.name, hello.profile, hello.protocol_version
         node.last_seen_ms = now_ms
@@ -175,8 +175,8 @@ def describe(session: Session, nodes: list[Node], head_version: int) -> list[dic
             "reasons": reasons.get(node.id, {}), "credit": credit.get(node.id, {}).get(CreditState.SETTLED, 0),
             "credit_pending": credit.get(node.id, {}).get(CreditState.PENDING, 0), "tokens": node.tokens,
             "dropped": node.dropped, "forfeited": node.forfeited, "audited_passes": node.audited_passes,
-            "forced_audits": node.forced_audits, "evidence_milli": node.evidence_milli,
-            "evidence_rollouts": node.evidence_rollouts,
+            "forced_audits": node.forced_audits, "suspicion_milli": node.suspicion_milli,
+            "suspicion_rollouts": node.suspicion_rollouts,
             "ban_code": node.ban_code, "ban_reason": node.ban_reason, "ban_receipt_id": node.ban_receipt_id,
             "ban_until_ms": node.ban_until_ms, "joined_ms": node.joined_ms, "last_seen_ms": node.last_seen_ms,
         }

@@ -27,8 +27,8 @@ def check_verdict(verdict: Verdict, verifier_id: str, receipt: Receipt, samples:
         raise _contradiction("a code exactly when the outcome is not pass", verdict.outcome, verdict.code)
     if verdict.outcome == "pass":
         _check_pass(verdict, receipt, samples)
-    elif verdict.evidence:
-        raise _contradiction("evidence only with a pass", "none", f"{len(verdict.evidence)} rollouts")
+    elif verdict.scores:
+        raise _contradiction("scores only with a pass", "none", f"{len(verdict.scores)} rollouts")
     if verdict.outcome == "fail" and "T2" in verdict.tiers and "T3" not in verdict.tiers:
         raise _contradiction("a second configuration (T3) before a failure of T2", "T3", ", ".join(verdict.tiers))
 
@@ -42,9 +42,9 @@ def _check_pass(verdict: Verdict, receipt: Receipt, samples: list[int]) -> None:
         raise _contradiction("the lease's samples", samples, verdict.samples)
     if len(verdict.rewards_micro) != len(samples):
         raise _contradiction("one reward per sample", len(samples), len(verdict.rewards_micro))
-    weighed = [rollout.sample for rollout in verdict.evidence]
+    weighed = [rollout.sample for rollout in verdict.scores]
     if weighed and (not recomputed or len(set(weighed)) != len(weighed) or not set(weighed) <= set(samples)):
-        raise _contradiction("evidence of recomputed samples, each once", samples, weighed)
+        raise _contradiction("scores of recomputed samples, each once", samples, weighed)
     if verdict.tokens != receipt.tokens:
         raise _contradiction("the tokens of the commitment", receipt.tokens, verdict.tokens)
 

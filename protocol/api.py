@@ -33,7 +33,7 @@ E_OBJECT_MISSING = code("E_OBJECT_MISSING", "a commitment names an object that w
 E_UPLOAD_URL = code("E_UPLOAD_URL", "an upload address is forged, expired or used for another object")
 E_VERDICT = code("E_VERDICT", "a verdict contradicts itself or its receipt")
 E_UNCALIBRATED = code("E_UNCALIBRATED", "heads of an unlisted profile are outside the run's limits; nobody is blamed")
-E_NODE_EVIDENCE = code("E_NODE_EVIDENCE", "the evidence summed up over a node's audited rollouts has reached the alarm")
+E_SUSPICION = code("E_SUSPICION", "what a node's audited rollouts say against it has added up to the alarm")
 E_CHECKPOINT_CHAIN = code("E_CHECKPOINT_CHAIN", "a checkpoint does not follow the newest published one")
 E_BATCH = code("E_BATCH", "a batch names groups or receipts that are not admitted or are used already")
 E_RANGE = code("E_RANGE", "a range of bytes lies outside the object")
@@ -166,7 +166,7 @@ class AuditJob(Reply):
     node_profile: str  #: engine profile the node registered
     node_public_key: str  #: hex; the commitment must be signed by it
     replica: ReplicaRef | None = None  #: compare with this one (T2')
-    confirm: bool = False  #: evidence against the node is high: confirm what speaks against it by T3
+    confirm: bool = False  #: suspicion of the node is high: confirm what speaks against it by T3
     attempt: int = 1  #: 1 + number of earlier inconclusive verdicts or lapsed claims
     deadline_ms: int = 0  #: afterwards the job goes to another verifier
 

@@ -44,7 +44,7 @@ class Profile(Part):
     calibration: Calibration | None = None  #: None: limits alone judge a rollout, nothing is summed up over rollouts
 
 
-class RolloutEvidence(Part):
+class RolloutScore(Part):
     """What the statistics of one recomputed rollout say, next to the run's calibration (docs/statistics.md)."""
 
     sample: int
@@ -52,7 +52,7 @@ class RolloutEvidence(Part):
     log_kl_milli: Signed
     bias_nano: Signed
     margin_nano: Signed
-    llr_milli: Annotated[int, Field(ge=-500, le=3000)]  #: log-evidence against honesty, 1e-3 nats, as T3 confirms it
+    llr_milli: Annotated[int, Field(ge=-500, le=3000)]  #: evidence against honesty, 1e-3 nats, as T3 confirms it
 
 
 class CalibrationRecord(Message):

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from protocol.calibration import CalibrationRecord, Profile, RolloutEvidence
+from protocol.calibration import CalibrationRecord, Profile, RolloutScore
 from protocol.identity import key_id
 from protocol.message import Count, Hex16, Hex32, Message, Millis, Name, Part, Signed, TokenId, parse
 
@@ -19,7 +19,7 @@ __all__ = [
     "AuditClaim", "AuditPolicy", "BatchGroup", "BatchPlan", "BatchRules", "CalibrationRecord", "CheckpointHead",
     "CheckpointManifest", "ChunkRef", "Commitment", "Count", "Environment", "Finding", "Hex16", "Hex32", "Lease",
     "LeaseRequest", "LeaseReturn", "Message", "Millis", "ModelSpec", "Name", "NodeHello", "NodeScreen", "Part",
-    "Profile", "Receipt", "Roles", "RolloutEvidence", "RunManifest", "SamplingRules", "ScreenReport", "Signed",
+    "Profile", "Receipt", "Roles", "RolloutScore", "RunManifest", "SamplingRules", "ScreenReport", "Signed",
     "TokenId", "UpdateReceipt", "UploadRequest", "Verdict", "opened_by", "parse",
 ]
 
@@ -277,7 +277,7 @@ class Verdict(Message):
     samples: list[int]  #: sample indices, in the order of rewards
     rewards_micro: list[int]  #: recomputed reward of each sample, 1e-6; empty unless T1 passed
     tokens: Count
-    evidence: list[RolloutEvidence] = Field(default_factory=list, max_length=1024)  #: of a pass with T2, if calibrated
+    scores: list[RolloutScore] = Field(default_factory=list, max_length=1024)  #: of a pass with T2, if calibrated
     diverges: bool = False  #: passed, but another node's replica of the unit has other tokens
     issued_at_ms: Millis
 

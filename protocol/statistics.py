@@ -1,4 +1,4 @@
-"""Evidence that is summed up over rollouts: scores of calibrated statistics, and the sequential sum per node.
+"""Scores of calibrated statistics, and the suspicion of a node: their sequential sum.
 
 Pure functions over numbers. A *score* is a log-likelihood ratio in nats, positive when it speaks against honesty.
 Derivations and bounds: ``docs/statistics.md``. Imports no numpy, for the coordinator and an auditor need it as well.
@@ -14,7 +14,7 @@ from functools import cache
 from statistics import NormalDist
 from typing import Final
 
-from protocol.calibration import Calibration, RolloutEvidence, Stratum
+from protocol.calibration import Calibration, RolloutScore, Stratum
 from protocol.messages import AuditPolicy
 
 #: Range of one rollout's score, in nats. The lower end keeps a node from banking credit, the upper one keeps a single
@@ -23,7 +23,7 @@ MIN_SCORE: Final = -0.5
 MAX_SCORE: Final = 3.0
 #: Alternatives that the scores are tuned for: shifts of a statistic, in standard deviations of its normal score.
 SHIFTS: Final = (1.0, 3.0)
-#: Share of the way to the alarm that evidence may cover before a second configuration has confirmed it.
+#: Share of the way to the alarm that suspicion may cover before a second configuration has confirmed it.
 UNCONFIRMED_SHARE: Final = 0.5
 
 
@@ -79,8 +79,8 @@ def stratum_of(calibration: Calibration, tokens: int) -> Stratum | None:
     return max(fitting, key=lambda stratum: stratum.min_tokens, default=None)
 
 
-def score(statistics: RolloutStatistics, calibration: Calibration) -> RolloutEvidence:
-    """The evidence of one rollout: the mean of three likelihood ratios, whatever their dependence.
+def score(statistics: RolloutStatistics, calibration: Calibration) -> RolloutScore:
+    """The score of one rollout: the mean of three likelihood ratios, whatever their dependence.
 
     A mean of e-values is an e-value (Vovk and Wang, "E-values: calibration, combination and applications", 2021).
     """
@@ -94,7 +94,7 @@ def score(statistics: RolloutStatistics, calibration: Calibration) -> RolloutEvi
             _ratio(margin, stratum.margin_nano),
         )
         llr_milli = max(math.floor(1000 * math.log(sum(parts) / len(parts))), round(1000 * MIN_SCORE))
-    return RolloutEvidence(
+    return RolloutScore(
         sample=statistics.sample, tokens=statistics.tokens, log_kl_milli=log_kl, bias_nano=bias, margin_nano=margin,
         llr_milli=llr_milli,
     )
@@ -117,17 +117,17 @@ def alarm_milli(policy: AuditPolicy) -> int:
     return math.ceil(1000 * math.log(policy.life_rollouts * 1e6 / policy.alpha_ppm))
 
 
-def advance(evidence_milli: int, llr_milli: int, alarm: int, *, confirmed: bool) -> int:
-    """The sum after one more rollout: floored at 0, and held at half the alarm until evidence is confirmed.
+def advance(suspicion_milli: int, llr_milli: int, alarm: int, *, confirmed: bool) -> int:
+    """Suspicion after one more rollout: floored at 0, and held at half the alarm until it is confirmed.
 
     Args:
         alarm: as ``alarm_milli``.
         confirmed: a second configuration of the verifier (T3) looked at this rollout too.
     """
-    total = max(0, evidence_milli + llr_milli)
-    return total if confirmed else min(total, max(evidence_milli, unconfirmed_limit(alarm)))
+    total = max(0, suspicion_milli + llr_milli)
+    return total if confirmed else min(total, max(suspicion_milli, unconfirmed_limit(alarm)))
 
 
 def unconfirmed_limit(alarm: int) -> int:
-    """Evidence, 1e-3 nats, from which on only confirmed evidence is added."""
+    """Suspicion, 1e-3 nats, from which on only confirmed scores are added."""
     return int(alarm * UNCONFIRMED_SHARE)

@@ -19,12 +19,12 @@ from protocol.messages import RunManifest
 from verifier.audit import read_evidence
 from verifier.checkpoints import CheckpointBook
 from verifier.divergence import Residuals
-from verifier.evidence import T2_PROFILE
 from verifier.findings import Report
 from verifier.material import Material
 from verifier.model_files import fetch_model_files
 from verifier.model_shelf import ModelShelf
 from verifier.null_distribution import CONFIDENCE, strata_of
+from verifier.scores import T2_PROFILE
 from verifier.structure import check_structure, open_submission
 from verifier.submission import Opened, Submission
 from verifier.tokens import check_tokens

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeVar
 
 from protocol.errors import AssayError, PeerFault
-from protocol.messages import Finding, RolloutEvidence
+from protocol.messages import Finding, RolloutScore
 
 Tier = Literal["T0", "T1", "T2", "T3"]
 Outcome = Literal["pass", "fail", "inconclusive"]
@@ -43,7 +43,7 @@ class Judgement:
     rewards_micro: tuple[int, ...] = ()  #: reward of each sample; empty unless the tokens passed
     tokens: int = 0
     diverges: bool = False  #: another node's replica of the unit has other tokens, and this one passed
-    evidence: tuple[RolloutEvidence, ...] = ()  #: of each recomputed rollout of a pass, where calibrated
+    scores: tuple[RolloutScore, ...] = ()  #: of each recomputed rollout of a pass, where calibrated
 
 
 @dataclass

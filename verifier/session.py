@@ -13,12 +13,12 @@ from typing import Literal, Protocol, TypeVar
 
 from protocol.api import E_UNCALIBRATED
 from protocol.errors import E_INTERNAL, AssayError, LocalFault, code
-from protocol.messages import Profile, RolloutEvidence, RunManifest
+from protocol.messages import Profile, RolloutScore, RunManifest
 from verifier.checkpoints import CheckpointBook
 from verifier.divergence import Measurement, Residuals, measure
-from verifier.evidence import T2_PROFILE, confirmed, weigh
 from verifier.findings import Judgement, Report
 from verifier.replication import differences, measure_last, shortened
+from verifier.scores import T2_PROFILE, confirmed, weigh
 from verifier.structure import check_structure, open_submission
 from verifier.submission import Opened, Submission
 from verifier.tokens import Rewards, check_rewards, check_tokens
@@ -54,7 +54,7 @@ class _Audit:
     report: Report = field(default_factory=Report)
     opened: Opened | None = None
     rewards_micro: tuple[int, ...] = ()
-    evidence: tuple[RolloutEvidence, ...] = ()
+    scores: tuple[RolloutScore, ...] = ()
     diverges: bool = False
     checks: Callable[[Sequence[Residuals], Profile], list[Measurement]] = measure
 
@@ -64,7 +64,7 @@ class _Audit:
         samples = tuple(rollout.sample for rollout in self.opened.bundle.rollouts)
         found = self.report.judgement(samples, self.rewards_micro, self.opened.commitment.tokens)
         passed = found.outcome == "pass"
-        return replace(found, evidence=self.evidence if passed else (), diverges=self.diverges and passed)
+        return replace(found, scores=self.scores if passed else (), diverges=self.diverges and passed)
 
 
 class Session:
@@ -126,24 +126,24 @@ class Session:
                 self._confirm(audit)
 
     def _weigh(self, audit: _Audit, residuals: list[Residuals]) -> None:
-        """Evidence of each rollout; what speaks against the node is confirmed by T3 when the submission says so."""
+        """A score for each rollout; what speaks against the node is confirmed by T3 when the submission says so."""
         assert audit.opened is not None
         profile = audit.opened.known_profile
         if profile is None or profile.calibration is None or profile.calibration.verifier_profile != T2_PROFILE:
             return
         calibration = profile.calibration
-        evidence = weigh(residuals, calibration)
-        if audit.submission.confirm and any(rollout.llr_milli > 0 for rollout in evidence):
+        scores = weigh(residuals, calibration)
+        if audit.submission.confirm and any(rollout.llr_milli > 0 for rollout in scores):
             second = self._residuals("T3", [audit])
             if not second:
                 return  # ours; the report says why
-            evidence = confirmed(evidence, weigh(second[0][1], calibration))
+            scores = confirmed(scores, weigh(second[0][1], calibration))
             audit.report.tiers.append("T3")
-        audit.evidence = tuple(evidence)
-        worst = max(evidence, key=lambda rollout: rollout.llr_milli)
-        total, most = sum(r.llr_milli for r in evidence) / 1000, worst.llr_milli / 1000
+        audit.scores = tuple(scores)
+        worst = max(scores, key=lambda rollout: rollout.llr_milli)
+        total, most = sum(r.llr_milli for r in scores) / 1000, worst.llr_milli / 1000
         got = f"{total:.2f} nats in all, most {most:.2f} in sample {worst.sample}"
-        audit.report.note("T2.9 evidence", "summed up over rollouts", got)
+        audit.report.note("T2.9 scores", "summed up per node", got)
 
     def _settle(self, audit: _Audit) -> None:
         """T2': where another node's replica differs, one prefill up to there says whether this head is right."""

@@ -21,7 +21,7 @@ class Submission:
     bundle: bytes  #: encoded
     drawn: bool  #: recompute with the model as well
     replica: Submission | None = None  #: what another node made of the same unit
-    confirm: bool = False  #: evidence against the node is high: let T3 confirm what speaks against it
+    confirm: bool = False  #: suspicion of the node is high: let T3 confirm what speaks against it
 
 
 @dataclass

@@ -141,7 +141,7 @@ class Worker:
             lease_id=receipt.lease_id, receipt_sha256=job.receipt.digest, outcome=judgement.outcome,
             code=judgement.code, tiers=list(judgement.tiers), findings=list(judgement.findings),
             samples=samples if complete else [], rewards_micro=[rewards[s] for s in samples] if complete else [],
-            tokens=judgement.tokens, evidence=list(judgement.evidence) if complete else [],
+            tokens=judgement.tokens, scores=list(judgement.scores) if complete else [],
             diverges=judgement.diverges, issued_at_ms=self._clock.now_ms(),
         )
 

@@ -9,7 +9,7 @@ branch_labels = None
 depends_on = None
 
 INTEGER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
-_COUNTS = ("forced_audits", "reward_micro", "evidence_milli", "evidence_rollouts")
+_COUNTS = ("forced_audits", "reward_micro", "suspicion_milli", "suspicion_rollouts")
 
 
 def upgrade() -> None:

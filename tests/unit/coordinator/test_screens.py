@@ -1,4 +1,4 @@
-"""T1' reports, forced audits, bundles under review, and evidence summed up over a node's rollouts."""
+"""T1' reports, forced audits, bundles under review, and suspicion summed up over a node's rollouts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from coordinator import scrutiny
 from coordinator.screens import OUTLIER_MILLI
 from protocol import statistics
-from protocol.api import E_NODE_EVIDENCE, E_UNCALIBRATED, AuditJob
+from protocol.api import E_SUSPICION, E_UNCALIBRATED, AuditJob
 from protocol.errors import PeerFault
-from protocol.messages import Lease, NodeScreen, Receipt, RolloutEvidence, ScreenReport
+from protocol.messages import Lease, NodeScreen, Receipt, RolloutScore, ScreenReport
 from tests.fakes.coordinator import RUN_ID, FakeNode, World
 from tests.unit.coordinator.conftest import MakeWorld
 
@@ -109,12 +109,12 @@ def test_rewards_out_of_line_force_audits(make_world: MakeWorld, monkeypatch: py
     assert (row["forced_audits"], row["state"], world.node_row(node)["state"]) == (0, "active", "active")
 
 
-# -- evidence -----------------------------------------------------------------------------------------------
+# -- suspicion ----------------------------------------------------------------------------------------------
 
 
-def evidence(job: AuditJob, llr_milli: int) -> list[RolloutEvidence]:
+def scores(job: AuditJob, llr_milli: int) -> list[RolloutScore]:
     return [
-        RolloutEvidence(sample=s, tokens=90, log_kl_milli=0, bias_nano=0, margin_nano=0, llr_milli=llr_milli)
+        RolloutScore(sample=s, tokens=90, log_kl_milli=0, bias_nano=0, margin_nano=0, llr_milli=llr_milli)
         for s in Lease.from_payload(job.lease.payload).samples
     ]
 
@@ -124,7 +124,7 @@ def weigh(world: World, node: FakeNode, llr_milli: int, *, second_look: bool = F
     job = world.verifier.claim()
     assert job is not None
     tiers = ["T0", "T1", "T2", *(["T3"] if second_look else [])]
-    verdict = world.verifier.verdict(job, evidence=evidence(job, llr_milli), tiers=tiers)
+    verdict = world.verifier.verdict(job, scores=scores(job, llr_milli), tiers=tiers)
     world.verifier.client.verdict(verdict)
     return job
 
@@ -138,34 +138,34 @@ def audited(make_world: MakeWorld) -> tuple[World, FakeNode, int]:
     return world, world.node().join(), statistics.alarm_milli(world.coordinator.run.manifest.audit)
 
 
-def test_evidence_has_a_floor_and_needs_a_second_configuration_half_way(make_world: MakeWorld) -> None:
+def test_suspicion_has_a_floor_and_needs_a_second_configuration_half_way(make_world: MakeWorld) -> None:
     world, node, alarm = audited(make_world)
     assert alarm == 6_908
     for _ in range(3):
         weigh(world, node, -500)
-    assert world.node_row(node)["evidence_milli"] == 0  # nothing is banked
+    assert world.node_row(node)["suspicion_milli"] == 0  # nothing is banked
     assert weigh(world, node, 1_000).confirm is False
-    assert world.node_row(node)["evidence_milli"] == 2_000
+    assert world.node_row(node)["suspicion_milli"] == 2_000
     for _ in range(3):
         weigh(world, node, 3_000)
     row = world.node_row(node)
-    assert (row["evidence_milli"], row["state"]) == (alarm // 2, "active")
+    assert (row["suspicion_milli"], row["state"]) == (alarm // 2, "active")
     job = weigh(world, node, 3_000, second_look=True)
     assert job.confirm
     row = world.node_row(node)
-    assert (row["state"], row["ban_code"]) == ("banned", E_NODE_EVIDENCE)
+    assert (row["state"], row["ban_code"]) == ("banned", E_SUSPICION)
     assert row["accepted"] == 16  # the bundle itself passed
 
 
-def test_evidence_is_of_a_pass_with_a_recomputation(make_world: MakeWorld) -> None:
+def test_scores_are_of_a_pass_with_a_recomputation(make_world: MakeWorld) -> None:
     world, node = trusted(make_world)
     node.work(1)
     job = world.verifier.claim()
     assert job is not None
-    rows = evidence(job, 3_000)
+    rows = scores(job, 3_000)
     for outcome, found, changes in (
-        ("pass", None, {"evidence": rows}),  # not drawn
-        ("fail", "E_REPLAY", {"evidence": rows}),
+        ("pass", None, {"scores": rows}),  # not drawn
+        ("fail", "E_REPLAY", {"scores": rows}),
     ):
         with pytest.raises(PeerFault) as caught:
             world.verifier.client.verdict(world.verifier.verdict(job, outcome, found, **changes))

@@ -17,8 +17,8 @@ from protocol.evidence import encode
 from tests.adversary.world import PROFILE, ROOT, RUN_ID, VERIFIER, World, quantised
 from verifier.calibrate import measure_files
 from verifier.cli import app
-from verifier.evidence import T2_PROFILE
 from verifier.material import Material
+from verifier.scores import T2_PROFILE
 from verifier.session import Session
 
 
@@ -87,7 +87,7 @@ def test_dishonest_or_foreign_files_are_refused(world, files, honest, tmp_path):
     assert "T1.1" in str(caught.value.got)
 
 
-# -- evidence in a session ------------------------------------------------------------------------------------
+# -- scores in a session ------------------------------------------------------------------------------------
 
 
 def _calibration(log_kl: int, verifier_profile: str = T2_PROFILE) -> Calibration:
@@ -105,34 +105,34 @@ def _judge(world, submission, **changes):
     return Session(run, world.book, world.rewards, world.shelf).judge([submission])[0]
 
 
-def test_a_pass_carries_the_evidence_of_its_rollouts(world, honest):
+def test_a_pass_carries_the_scores_of_its_rollouts(world, honest):
     quiet = _judge(world, honest[0], calibration=_calibration(-5_000))
     assert quiet.outcome == "pass"
-    assert [rollout.sample for rollout in quiet.evidence] == [0, 1, 2, 3]
-    assert all(rollout.llr_milli < 0 and rollout.tokens > 0 for rollout in quiet.evidence)
-    assert all(-22_000 < rollout.log_kl_milli < -14_000 for rollout in quiet.evidence)
+    assert [rollout.sample for rollout in quiet.scores] == [0, 1, 2, 3]
+    assert all(rollout.llr_milli < 0 and rollout.tokens > 0 for rollout in quiet.scores)
+    assert all(-22_000 < rollout.log_kl_milli < -14_000 for rollout in quiet.scores)
     loud = _judge(world, honest[0], calibration=_calibration(-25_000))
     assert loud.outcome == "pass"  # no single rollout decides
-    assert all(rollout.llr_milli > 1_000 for rollout in loud.evidence)
+    assert all(rollout.llr_milli > 1_000 for rollout in loud.scores)
     assert loud.tiers == ("T0", "T1", "T2")
     other = _judge(world, honest[0], calibration=_calibration(-25_000, "another-reference"))
-    assert (other.outcome, other.evidence) == ("pass", ())
+    assert (other.outcome, other.scores) == ("pass", ())
 
 
 def test_a_second_configuration_confirms_when_asked(world, honest):
     asked = replace(honest[0], confirm=True)
     loud = _judge(world, asked, calibration=_calibration(-25_000))
     assert loud.tiers == ("T0", "T1", "T2", "T3")
-    assert all(rollout.llr_milli > 1_000 for rollout in loud.evidence)
+    assert all(rollout.llr_milli > 1_000 for rollout in loud.scores)
     quiet = _judge(world, asked, calibration=_calibration(-5_000))
     assert quiet.tiers == ("T0", "T1", "T2")  # there was nothing to confirm
 
 
-def test_a_failure_carries_no_evidence(world):
+def test_a_failure_carries_no_scores(world):
     lease = world.lease(group=3)
     cheap = world.generate(lease, states=lambda version: quantised(world.state(version)))
     found = _judge(world, world.submission(lease, cheap), calibration=_calibration(-25_000))
-    assert (found.outcome, found.evidence) == ("fail", ())
+    assert (found.outcome, found.scores) == ("fail", ())
 
 
 def test_an_unlisted_profile_is_held_to_the_narrowest_limits_and_never_blamed(world):

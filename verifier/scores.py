@@ -1,6 +1,6 @@
-"""Evidence of recomputed rollouts: their statistics next to what the run's calibration says of honest ones.
+"""Scores of recomputed rollouts: their statistics next to what the run's calibration says of honest ones.
 
-Pure. The scores are ``protocol.statistics``; the coordinator sums them up per node.
+Pure. What a score is: ``protocol.statistics``. The coordinator sums them up per node.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from protocol.calibration import Calibration, RolloutEvidence
+from protocol.calibration import Calibration, RolloutScore
 from protocol.statistics import score
 from verifier.divergence import Residuals
 
@@ -16,13 +16,13 @@ from verifier.divergence import Residuals
 T2_PROFILE: Final = "torch-fp32-sdpa"
 
 
-def weigh(residuals: Sequence[Residuals], calibration: Calibration) -> list[RolloutEvidence]:
-    """Evidence of each rollout, in their order."""
+def weigh(residuals: Sequence[Residuals], calibration: Calibration) -> list[RolloutScore]:
+    """Score of each rollout, in their order."""
     return [score(rollout.statistics, calibration) for rollout in residuals]
 
 
-def confirmed(first: Sequence[RolloutEvidence], second: Sequence[RolloutEvidence]) -> list[RolloutEvidence]:
-    """What two configurations agree on: of each rollout the evidence that speaks less against the node.
+def confirmed(first: Sequence[RolloutScore], second: Sequence[RolloutScore]) -> list[RolloutScore]:
+    """What two configurations agree on: of each rollout the score that speaks less against the node.
 
     The smaller of two e-values is an e-value if one of them is, so the second configuration needs no calibration.
     """
