@@ -31,8 +31,8 @@ _CHECKS: Final = {
     E_DRAW_PRETEXT: ("D.5 no false pretext", "T2 only for drawn bundles and reviews"),
     E_BAN_UNFOUNDED: ("D.6 bans", "each upon a failure in the log, or the operator's with a reason"),
 }
-#: Kinds of ban that rest on a sum of evidence instead of one failed bundle.
-_BY_EVIDENCE: Final = "E_NODE_EVIDENCE"
+#: Code of a ban that rests on a sum over bundles instead of one that failed.
+_BY_SUSPICION: Final = "E_SUSPICION"
 
 
 @dataclass
@@ -92,7 +92,7 @@ class _Walk:
     counts: DrawAudit = field(default_factory=DrawAudit)
     epochs: dict[int, _Epoch] = field(default_factory=dict)
     receipts: dict[str, _Receipt] = field(default_factory=dict)
-    evidence: set[str] = field(default_factory=set)  #: receipts that added to a node's evidence
+    suspicion: set[str] = field(default_factory=set)  #: receipts that changed the suspicion of a node
     problems: dict[str, list[PeerFault]] = field(default_factory=dict)
 
     def problem(self, code: str, message: str, expected: object, got: object) -> None:
@@ -200,9 +200,9 @@ def _review(walk: _Walk, entry: LogEntry) -> None:
         walk.counts.reviewed += 1
 
 
-def _evidence(walk: _Walk, entry: LogEntry) -> None:
+def _suspicion(walk: _Walk, entry: LogEntry) -> None:
     if entry.body["after_milli"] > entry.body["before_milli"]:
-        walk.evidence.add(entry.body["receipt_id"])
+        walk.suspicion.add(entry.body["receipt_id"])
 
 
 def _banned(walk: _Walk, entry: LogEntry) -> None:
@@ -212,8 +212,8 @@ def _banned(walk: _Walk, entry: LogEntry) -> None:
         return
     walk.counts.bans += 1
     receipt = walk.receipts.get(receipt_id)
-    by_evidence = entry.body["code"] == _BY_EVIDENCE and receipt_id in walk.evidence
-    if receipt is None or receipt.node_id != entry.body["node_id"] or not (receipt.failed or by_evidence):
+    by_suspicion = entry.body["code"] == _BY_SUSPICION and receipt_id in walk.suspicion
+    if receipt is None or receipt.node_id != entry.body["node_id"] or not (receipt.failed or by_suspicion):
         walk.problem(
             E_BAN_UNFOUNDED, f"entry {entry.index}: ban of node {entry.body['node_id'][:16]}",
             f"a failure of receipt {receipt_id}", "none" if receipt is None or not receipt.failed else "another node's",
@@ -229,7 +229,7 @@ def _nothing(walk: _Walk, entry: LogEntry) -> None:
 
 _STEPS: Final = {
     "epoch-began": _began, "epoch-revealed": _revealed, "submitted": _submitted, "verdict": _verdict,
-    "set-aside": _set_aside, "review": _review, "evidence": _evidence, "banned": _banned,
+    "set-aside": _set_aside, "review": _review, "suspicion": _suspicion, "banned": _banned,
 }
 
 
