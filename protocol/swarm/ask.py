@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from protocol.swarm.line import Line
 
 #: Longest time to open a stream or to get a list, in seconds.
-OPEN_S: Final = 5.0
+OPEN_S: Final = 10.0
 #: Longest time for a chunk: so many seconds, and its size at the least rate worth having.
 CHUNK_S: Final = 10.0
 LEAST_RATE: Final = 256 * 2**10

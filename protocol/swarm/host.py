@@ -50,7 +50,7 @@ if "LIBP2P_DEBUG" not in os.environ:
 
 #: How often connections are looked after, in seconds.
 _TEND_S: Final = 0.25
-_DIAL_S: Final = 5.0
+_DIAL_S: Final = 10.0
 _CLOSE_S: Final = 2.0
 _MAX_DIALS: Final = 8
 #: How often the table is asked for peers that the coordinator did not name: first, later (seconds).
@@ -59,6 +59,10 @@ _LOOK_UP_S: Final = (5.0, 60.0)
 _PULL_S: Final = 15.0
 _PULLED: Final = 2
 _GOSSIP: Final = "/meshsub/1.1.0"
+#: What libp2p raises when something with a peer goes wrong.
+_TROUBLE: Final = (BaseLibp2pError, OSError, ValueError, ExceptionGroup)
+#: When our own loop is late by this much, in seconds, nobody is called slow for a while.
+_LATE_S: Final = 0.5
 
 
 class Host:
@@ -78,7 +82,7 @@ class Host:
         keys = create_new_key_pair(identity.seed)
         noise = NoiseTransport(keys, noise_privkey=new_noise_keys().private_key)
         self._host = new_host(
-            key_pair=keys, sec_opt={NOISE: noise}, muxer_opt={YAMUX: Yamux}, negotiate_timeout=5,
+            key_pair=keys, sec_opt={NOISE: noise}, muxer_opt={YAMUX: Yamux}, negotiate_timeout=int(_DIAL_S),
             disable_identify_address_discovery=True, addrs_factory=self._outward,
             connection_config=ConnectionConfig(
                 max_connections=2 * limits.max_peers + 8, high_watermark=2 * limits.max_peers, low_watermark=0,
@@ -154,13 +158,13 @@ class Host:
         try:
             with trio.move_on_after(_CLOSE_S):
                 await self._host.disconnect(ID.from_string(peer_id))
-        except (BaseLibp2pError, OSError, ValueError) as error:
+        except _TROUBLE as error:
             logger.info("a connection ended badly", extra={"peer": peer_id, "detail": _words(error)})
 
     async def _open(self, peer_id: str, protocol: str) -> Line:
         try:
             return Line(peer_id, await self._host.new_stream(ID.from_string(peer_id), [protocol]))
-        except (BaseLibp2pError, OSError, ValueError) as error:
+        except _TROUBLE as error:
             if "protocols not supported" in str(error.__cause__).lower():
                 raise PeerFault(
                     wire.E_SWARM_WIRE, f"{peer_id} is of another run or release", expected=protocol, got=_cause(error)
@@ -179,7 +183,10 @@ class Host:
                     if peer.id not in dialling and len(dialling) < _MAX_DIALS:
                         dialling.add(peer.id)
                         dials.start_soon(self._dial, peer.id, list(peer.addresses), dialling)
-                await trio.sleep(_TEND_S)
+                due = trio.current_time() + _TEND_S
+                await trio.sleep_until(due)
+                if trio.current_time() > due + _LATE_S:
+                    self._book.we_are_slow()
 
     async def _greet(self, connected: Any) -> None:
         present = set(connected)
@@ -195,7 +202,7 @@ class Host:
                 await self._host.connect(PeerInfo(ID.from_string(peer_id), [Multiaddr(text) for text in addresses]))
         except trio.TooSlowError:
             self._book.dial_failed(peer_id, f"no answer within {_DIAL_S:g} s")
-        except (BaseLibp2pError, OSError, ValueError) as error:
+        except _TROUBLE as error:
             self._book.dial_failed(peer_id, _cause(error))
         finally:
             dialling.discard(peer_id)
@@ -211,7 +218,7 @@ class Host:
                     near = await self._table.peer_routing.find_closest_peers_network(target)
                     for peer_id in near:
                         self._book.found(str(peer_id), self._known(peer_id), "dht")
-            except (BaseLibp2pError, OSError, ValueError) as error:
+            except _TROUBLE as error:
                 logger.info("the table was of no help", extra={"detail": _words(error)})
             wait_s, turns = _LOOK_UP_S[1], turns + 1
 
@@ -228,7 +235,7 @@ class Host:
         """Pass a head on."""
         try:
             await self._gossip.publish(self._topic, head)
-        except (BaseLibp2pError, OSError, ValueError) as error:
+        except _TROUBLE as error:
             logger.info("head not passed on", extra={"detail": _words(error)})
 
     def _judge(self, forwarder: ID, message: Any) -> bool:
@@ -264,7 +271,12 @@ _NOT_FORGED: Final = frozenset({"E_EXPIRED", "E_CHECKPOINT_MIX"})
 
 def _handler(serve: Callable[[Line], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
     async def handle(stream: Any) -> None:
-        await serve(Line(str(stream.muxed_conn.peer_id), stream))
+        line = Line(str(stream.muxed_conn.peer_id), stream)
+        try:
+            await serve(line)
+        except Exception:  # the boundary of a task: one stream must not end the host
+            logger.exception("a stream could not be served", extra={"peer": line.peer_id})
+            await line.reset()
 
     return handle
 

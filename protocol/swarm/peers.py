@@ -23,6 +23,8 @@ _MAX_HELD: Final = 16_384
 #: Waits before a peer is dialled again, in seconds.
 _FIRST_DIAL_S: Final = 1.0
 _LAST_DIAL_S: Final = 120.0
+#: For so long after we were slow ourselves nobody is blamed for it, in seconds.
+_FORGIVING_S: Final = 20.0
 #: Deadlines in a row a peer may let pass before it is asked no more.
 _SLOW_STRIKES: Final = 3
 
@@ -69,6 +71,7 @@ class PeerBook:
         self._lock = threading.RLock()
         self._peers: dict[str, Peer] = {}
         self._random = random.Random(seed)
+        self._slow_until = 0.0
 
     def view(self) -> list[dict[str, Any]]:
         """Every peer, the connected ones first, then by what they gave us."""
@@ -183,10 +186,16 @@ class PeerBook:
     def fails(self, peer: Peer, *, slow: bool = False, why: str = "") -> bool:
         """It did not serve us, for no bad reason; True when that happened too often and it is dropped."""
         with self._lock:
-            peer.score.fails(self._clock.monotonic(), slow=slow)
+            now = self._clock.monotonic()
+            slow = slow and now >= self._slow_until
+            peer.score.fails(now, slow=slow)
             if slow and peer.score.slow_in_a_row >= _SLOW_STRIKES and peer.score.dropped is None:
                 peer.score.dropped = f"{E_SOURCE_SLOW}: too slow {_SLOW_STRIKES} times in a row: {why}"
             return peer.score.dropped is not None
+
+    def we_are_slow(self) -> None:
+        """Our own machine is overloaded: who seems slow now may not be."""
+        self._slow_until = self._clock.monotonic() + _FORGIVING_S
 
     def drop(self, peer_id: str, error: AssayError) -> None:
         """It broke a rule: ask it no more in this run."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -57,31 +56,61 @@ class Server:
 
     async def chunks(self, line: Line) -> None:
         """Answer wishes until the peer is done or silent."""
-        async with self._guest(line):
-            while True:
-                with trio.fail_after(IDLE_S):
-                    data = await line.read(wire.WISH_BYTES)
-                if not data:
-                    return
-                await self._answer(line, Wish.decode(data))
+        await self._receive(line, self._chunks)
 
     async def have(self, line: Line) -> None:
         """Say how we stand towards a list of keys."""
-        async with self._guest(line):
-            with trio.fail_after(IDLE_S):
-                count = wire.decode_count(await _all(line, wire.COUNT_BYTES), wire.MAX_KEYS)
-                keys = wire.decode_keys(await _all(line, count * wire.KEY_BYTES))
-            statuses = bytes(self._shelf.status(key) for key in keys)
-            with trio.fail_after(WRITE_S):
-                await line.write(statuses)
+        await self._receive(line, self._have)
 
     async def head(self, line: Line) -> None:
         """Give the newest head we know; nothing when there is none."""
-        async with self._guest(line):
-            head = self._heads.newest
-            if head is not None:
-                with trio.fail_after(WRITE_S):
-                    await line.write(wire.encode_count(len(head)) + head)
+        await self._receive(line, self._head)
+
+    async def _receive(self, line: Line, serve: Callable[[Line], Awaitable[None]]) -> None:
+        """Take a stream in, within the limits; whatever happens, end it."""
+        peer_id = line.peer_id
+        full = self._streams[peer_id] >= MAX_STREAMS_PER_PEER or self._streams.total() >= MAX_STREAMS
+        if full or self._book.dropped(peer_id):
+            await line.reset()
+            return
+        self._streams[peer_id] += 1
+        try:
+            await serve(line)
+            await line.close()
+        except (Transient, trio.TooSlowError):
+            await line.reset()
+        except PeerFault as error:
+            await line.reset()
+            await self._drop(peer_id, error)
+        except LocalFault as error:
+            logger.warning("a peer could not be served: %s", error, extra={"peer": peer_id, "code": error.code})
+            await line.reset()
+        finally:
+            self._streams[peer_id] -= 1
+            if not self._streams[peer_id]:
+                del self._streams[peer_id]
+
+    async def _chunks(self, line: Line) -> None:
+        while True:
+            with trio.fail_after(IDLE_S):
+                data = await line.read(wire.WISH_BYTES)
+            if not data:
+                return
+            await self._answer(line, Wish.decode(data))
+
+    async def _have(self, line: Line) -> None:
+        with trio.fail_after(IDLE_S):
+            count = wire.decode_count(await _all(line, wire.COUNT_BYTES), wire.MAX_KEYS)
+            keys = wire.decode_keys(await _all(line, count * wire.KEY_BYTES))
+        statuses = bytes(self._shelf.status(key) for key in keys)
+        with trio.fail_after(WRITE_S):
+            await line.write(statuses)
+
+    async def _head(self, line: Line) -> None:
+        head = self._heads.newest
+        if head is not None:
+            with trio.fail_after(WRITE_S):
+                await line.write(wire.encode_count(len(head)) + head)
 
     async def _answer(self, line: Line, wish: Wish) -> None:
         status = await self._await(wish)
@@ -106,31 +135,6 @@ class Server:
             while self._shelf.status(wish.key) is not Status.HERE:
                 await self._changed.wait()
         return self._shelf.status(wish.key)
-
-    @asynccontextmanager
-    async def _guest(self, line: Line) -> AsyncIterator[None]:
-        """Take a stream in, within the limits; whatever happens, end it."""
-        peer_id = line.peer_id
-        full = self._streams[peer_id] >= MAX_STREAMS_PER_PEER or self._streams.total() >= MAX_STREAMS
-        if full or self._book.dropped(peer_id):
-            await line.reset()
-            return
-        self._streams[peer_id] += 1
-        try:
-            yield
-            await line.close()
-        except (Transient, trio.TooSlowError):
-            await line.reset()
-        except PeerFault as error:
-            await line.reset()
-            await self._drop(peer_id, error)
-        except LocalFault as error:
-            logger.warning("a peer could not be served: %s", error, extra={"peer": peer_id, "code": error.code})
-            await line.reset()
-        finally:
-            self._streams[peer_id] -= 1
-            if not self._streams[peer_id]:
-                del self._streams[peer_id]
 
 
 async def _all(line: Line, count: int) -> bytes:

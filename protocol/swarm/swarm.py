@@ -264,7 +264,7 @@ class Swarm:
         try:
             answer: _R = trio.from_thread.run(act, host, trio_token=token)
             return answer
-        except (trio.RunFinishedError, trio.Cancelled):
+        except (trio.RunFinishedError, trio.Cancelled, BaseExceptionGroup):
             return otherwise
 
     def _soon(self, act: Callable[[], object]) -> None:

@@ -99,6 +99,15 @@ def test_slow_three_times_in_a_row_is_too_often(book: PeerBook, clock: FakeClock
     assert book.ready() == []
 
 
+def test_nobody_is_slow_while_we_are(book: PeerBook, clock: FakeClock) -> None:
+    book.see(["a"])
+    for _ in range(5):
+        book.we_are_slow()
+        assert not book.fails(only(book), slow=True)
+        clock.advance(60)
+    assert not book.dropped("a")
+
+
 def test_the_least_busy_comes_first_then_the_fastest(book: PeerBook) -> None:
     book.see(["slow", "fast", "busy"])
     peers = {peer.id: peer for peer in book.ready()}
