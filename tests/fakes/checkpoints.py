@@ -81,14 +81,14 @@ class FakeLearner:
         self.manifests: list[CheckpointManifest] = []
         self.envelopes: list[Envelope] = []
 
-    def publish(self, *, anchor: bool = False, density: float = 0.05, any_bits: bool = False) -> Envelope:
-        """One more version; the first is an anchor."""
+    def publish(
+        self, *, anchor: bool = False, density: float = 0.05, any_bits: bool = False, new: State | None = None
+    ) -> Envelope:
+        """One more version, with the state ``new`` or a random change of the last one; the first is an anchor."""
         self.clock.advance(1)
         old = self.states[-1] if self.states else None
-        if old is None:
-            new = self.first or random_bits(self.layout, self.rng)
-        else:
-            new = changed(old, self.rng, density, any_bits=any_bits)
+        if new is None:
+            new = self._first() if old is None else changed(old, self.rng, density, any_bits=any_bits)
         version = publish(
             self.store, self.identity, RUN_ID, self.layout,
             (self.manifests[-1], self.envelopes[-1]) if old is not None else None, old, new,
@@ -98,6 +98,9 @@ class FakeLearner:
         self.manifests.append(version.manifest)
         self.envelopes.append(version.envelope)
         return version.envelope
+
+    def _first(self) -> State:
+        return self.first or random_bits(self.layout, self.rng)
 
     def publish_many(self, count: int, *, anchor_every: int = 0) -> None:
         """``count`` more versions, an anchor at every multiple of ``anchor_every``."""
