@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from protocol.envelope import Envelope
 from protocol.errors import E_NOT_FOUND, AssayError, LocalFault, PeerFault
@@ -20,6 +20,9 @@ from protocol.weights.link import E_CHECKPOINT_MIX
 from protocol.weights.way import Way
 
 _LOG = logging.getLogger(__name__)
+
+#: Chunks asked for at once; after each such batch the log says how far a long download is.
+AHEAD_CHUNKS: Final = 8
 
 
 class Published(Protocol):
@@ -205,8 +208,14 @@ class Weights:
         """Have the chunks on the way on disk while the engine goes on; what is wrong with them shows when applied."""
         if way.nbytes > self._chunks.cache.max_bytes // 2:
             return
+        refs = way.refs
         try:
-            self._chunks.fetch_all(way.refs)
+            for at in range(0, len(refs), AHEAD_CHUNKS):
+                self._chunks.fetch_all(refs[at : at + AHEAD_CHUNKS])
+                if len(refs) > AHEAD_CHUNKS:
+                    done = sum(ref.size_bytes for ref in refs[: at + AHEAD_CHUNKS])
+                    told = {"version": way.target.version, "bytes": done, "total": way.nbytes}
+                    _LOG.info("fetching weights", extra=told)
         except AssayError as error:
             if error.code != E_NOT_FOUND and not any(step.relay for step in way.steps):
                 raise

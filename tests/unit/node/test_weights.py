@@ -47,6 +47,18 @@ def test_it_follows_and_tells(tmp_path: Path, office: FakeCoordinator) -> None:
         assert (state["w"] == state_of(3)["w"]).all()
 
 
+def test_a_long_download_says_how_far_it_is(
+    tmp_path: Path, office: FakeCoordinator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("node.weights.AHEAD_CHUNKS", 1)
+    with caplog.at_level("INFO"):
+        assert follow(office, tmp_path).poll(now())
+    told = [record.__dict__ for record in caplog.records if record.getMessage() == "fetching weights"]
+    assert len(told) == 3  # an anchor and two diffs
+    assert [line["bytes"] for line in told] == sorted({line["bytes"] for line in told})
+    assert told[-1]["bytes"] == told[-1]["total"]
+
+
 def test_older_versions_are_at_hand(tmp_path: Path, office: FakeCoordinator) -> None:
     weights = follow(office, tmp_path)
     weights.poll(now())
