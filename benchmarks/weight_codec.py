@@ -304,22 +304,28 @@ def _whole(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def _catch_up(recording: Recording | None, quick: bool, seed: int) -> dict[str, Any]:
-    """Bytes of one diff over many versions against the diffs one by one."""
-    if recording is not None and len(recording.chain) >= CATCH_UP:
-        states, kind, layout = _recorded_states(recording), "recorded", recording.layout
-    else:
-        drift = Drift(2**22 if quick else 2**24, seed + 1)
-        states, kind, layout = _drifted_states(drift), "synthetic", drift.layout
+    """Bytes of one diff over many versions against the diffs one by one; also over what was recorded, if shorter."""
+    recorded = 0 if recording is None else len(recording.chain)
+    found: dict[str, Any] = {}
+    if recording is not None and not quick:
+        bytes_of = _merged_and_chain(recording.layout, _recorded_states(recording), min(recorded, CATCH_UP))
+        found = {"catchup_recorded_versions": min(recorded, CATCH_UP), "catchup_recorded_vs_chain": bytes_of}
+    if recorded >= CATCH_UP and found:
+        return {**found, "catchup20_vs_chain": found["catchup_recorded_vs_chain"], "catchup20_kind": "recorded"}
+    drift = Drift(2**22 if quick else 2**24, seed + 1)
+    ratio = _merged_and_chain(drift.layout, _drifted_states(drift), CATCH_UP)
+    return {**found, "catchup20_vs_chain": ratio, "catchup20_kind": "synthetic"}
+
+
+def _merged_and_chain(layout: Layout, states: Iterator[State], versions: int) -> float:
+    """Bytes of one diff over ``versions`` steps, over those of its steps one by one."""
     first = previous = next(states)
     chain = 0
-    for _ in range(CATCH_UP):
+    for _ in range(versions):
         following = next(states)
         chain += Codec.size(encode_diff(layout, previous, following))
         previous = following
-    merged = Codec.size(encode_diff(layout, first, previous))
-    return {
-        "catchup20_vs_chain": merged / chain, "catchup20_kind": kind, "catchup20_bytes": merged, "chain20_bytes": chain
-    }
+    return Codec.size(encode_diff(layout, first, previous)) / chain
 
 
 def _recorded_states(recording: Recording) -> Iterator[State]:
