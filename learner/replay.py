@@ -108,6 +108,13 @@ class Replay:
         planned, receipt = self._journal.plan(version), self._publication(version).receipt
         if planned is None or receipt is None:
             raise LocalFault(E_NOT_FOUND, f"the journal lacks the plan of version {version}")
+        ranks = self._publication(version).metrics.get("ranks", 1)
+        if ranks != 1:
+            raise LocalFault(
+                E_LEARNER_REPLAY, f"version {version} was made by several processes, which add in another order",
+                expected="a version made by 1 process", got=f"{ranks} processes",
+                hint="a learner of as many processes makes it again when it resumes from an earlier resume point",
+            )
         if receipt.batch_sha256 != plan_sha256(planned.plan):
             raise LocalFault(
                 E_LEARNER_REPLAY, f"the receipt of version {version} names another batch",
