@@ -70,6 +70,7 @@ CLAIMS: Final[dict[str, tuple[Claim, ...]]] = {
     "staleness": (),
     "quantised_sampler": (),
     "inflight": _claims("inflight_vs_restart >= 1.5"),
+    "routing_replay": _claims("kl_ratio_worst <= 0.5"),
 }
 
 

@@ -139,6 +139,7 @@ def kill_rank(launcher: int, rank: int) -> None:
     raise AssertionError(f"no process of rank {rank}")
 
 
+@pytest.mark.slow
 def test_two_ranks_killed_and_started_again_make_the_same_bits(server: Server, tmp_path: Path):
     """N steps, kill -9, N steps are 2N steps: weights, masters and moments, at the same number of processes."""
     given = arguments(server, tmp_path, "--set", "batch.max_tokens=24")

@@ -163,3 +163,14 @@ def test_the_pull_keeps_the_policy_near_its_reference(tmp_path, model_dir, group
         distances.append(trainer.train_step(batch).metrics["kl_ref"])
     assert distances[0] > 1e-3
     assert distances[-1] < distances[0] / 2
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------
+
+
+def test_layers_in_bfloat16_stay_near_those_in_float32(model_dir, groups):
+    trainer = make_trainer(model_dir, batch={"compute": "bfloat16"})
+    result = trainer.train_step(make_batch(groups, 0, RULES, trainer.config))
+    assert result.skipped is None
+    assert 1e-9 < result.metrics["kl"] < 0.02  # rounding is seen, and small
+    assert all(tensor.dtype == torch.float32 for tensor in trainer.masters.tensors)
