@@ -104,7 +104,8 @@ def test_importing_protocol_loads_nothing_heavy(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["node"], ["coordinator"], ["verifier"], ["learner"], ["audit"], ["up"], ["node", "run"]]
+    "command",
+    [[], ["node"], ["coordinator"], ["verifier"], ["learner"], ["audit"], ["weights"], ["up"], ["node", "run"]],
 )
 def test_help_loads_nothing_heavy(command: list[str]) -> None:
     code = (
