@@ -1,7 +1,7 @@
 """What checking costs next to generating: T0, T1 and reward on every bundle, and T2 at the floor of the audit rate.
 
 The node's own torch engine generates leases, the verifier's own session judges them, in turns on one core, from signed
-envelopes and encoded bundles to the judgement. Ratios are CPU seconds of checking per token over seconds of generating
+envelopes and encoded bundles to the judgement. Ratios are seconds of checking per token over seconds of generating
 per token. T2's share is its whole cost times the 5 % of bundles that are drawn in the long run; its model is loaded,
 as it is in a verifier that works through the leases of one version.
 """
