@@ -151,7 +151,8 @@ class Host:
         self._book.drop(peer_id, error)
         logger.warning("peer dropped", extra={"peer": peer_id, "code": error.code, "detail": str(error)[:300]})
         self.client.forget(peer_id)
-        self._gossip.add_to_blacklist(ID.from_string(peer_id))
+        # Not add_to_blacklist(): its own tidying races with that of a connection which ends, and takes the host down.
+        self._gossip.blacklisted_peers.add(ID.from_string(peer_id))
         await self._hang_up(peer_id)
 
     async def _hang_up(self, peer_id: str) -> None:

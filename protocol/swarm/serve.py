@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from protocol.errors import LocalFault, PeerFault, Transient
+from protocol.errors import E_UNREACHABLE, LocalFault, PeerFault, Transient
 from protocol.swarm import wire
 from protocol.swarm.bandwidth import Bandwidth
 from protocol.swarm.heads import Heads
@@ -140,5 +140,5 @@ class Server:
 async def _all(line: Line, count: int) -> bytes:
     data = await line.read(count)
     if len(data) < count:
-        raise PeerFault(wire.E_SWARM_WIRE, "a question that ends too early", expected=f"{count} bytes", got=len(data))
+        raise Transient(E_UNREACHABLE, f"{line.peer_id} left before it asked", expected=f"{count} bytes", got=len(data))
     return data

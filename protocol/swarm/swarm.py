@@ -117,6 +117,9 @@ class Swarm:
                 self._why = str(error)
                 logger.warning("no swarm: %s", error, extra={"code": error.code})
             except Exception as error:
+                if self._stopping.is_set():
+                    logger.info("the swarm ended badly", extra={"detail": _words(error)})
+                    continue
                 self._why = f"the host died: {_words(error)}"
                 logger.exception("the swarm failed, the store serves meanwhile")
             finally:
