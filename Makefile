@@ -78,4 +78,5 @@ $(STAMP): requirements.lock requirements-nodeps.lock pyproject.toml
 	$(BIN)/pip install --quiet -r requirements.lock
 	$(BIN)/pip install --quiet --no-deps -r requirements-nodeps.lock
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
+	@$(BIN)/python -m protocol.kernels
 	@touch $@

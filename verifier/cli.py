@@ -52,8 +52,11 @@ def run(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stops.append(received))
     clock, identity = SystemClock(), Identity.load(settings.key)
-    with CoordinatorClient(settings.coordinator, identity, deadline_s=settings.request_deadline_s) as client:
-        start(settings, client, identity, clock).run(lambda: bool(stops))
+    with (
+        CoordinatorClient(settings.coordinator, identity, deadline_s=settings.request_deadline_s) as client,
+        start(settings, client, identity, clock) as worker,
+    ):
+        worker.run(lambda: bool(stops))
 
 
 _CALIBRATE: Final = (

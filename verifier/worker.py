@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Self
 
 from protocol.api import AuditJob, ReplicaRef
 from protocol.client import CoordinatorClient
@@ -40,11 +40,17 @@ class Worker:
 
     def __init__(
         self, client: CoordinatorClient, identity: Identity, session: Session, fetch: Callable[[str], bytes],
-        *, clock: Clock | None = None, poll_s: float = 0.25,
+        *, clock: Clock | None = None, poll_s: float = 0.25, close: Callable[[], None] = lambda: None,
     ):
         self._client, self._identity, self._session, self._fetch = client, identity, session, fetch
         self._clock: Clock = clock or SystemClock()
-        self._poll_s = poll_s
+        self._poll_s, self._close = poll_s, close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Work until ``stopping()``; the submission in hand is finished first."""
@@ -154,6 +160,8 @@ class Worker:
 def start(config: VerifierConfig, client: CoordinatorClient, identity: Identity, clock: Clock) -> Worker:
     """Read and check the run manifest, fetch the model's small files, and put a worker together.
 
+    Leaving its context drops the connections to where its weights come from.
+
     Raises:
         PeerFault: the manifest is not signed by the root key or is past its expiry.
         LocalFault: ``E_WRONG_KEY`` when the run does not name our key; files cannot be had.
@@ -169,10 +177,11 @@ def start(config: VerifierConfig, client: CoordinatorClient, identity: Identity,
     model_dir = fetch_model_files(run.model, config.work / "model", fetch)
     layout = Layout.from_bytes(fetch(run.model.layout_sha256))
     book = CheckpointBook(run)
-    states = StateRing(layout, book, _pool(config, clock).fetch, kept_undos=config.kept_undos)
+    pool = _pool(config, clock)
+    states = StateRing(layout, book, pool.fetch, kept_undos=config.kept_undos)
     shelf = ModelShelf(model_dir, layout, states, device=config.device, threads=config.threads)
     session = Session(run, book, Rewards(run, model_dir, fetch), shelf)
-    return Worker(client, identity, session, fetch, clock=clock, poll_s=config.poll_s)
+    return Worker(client, identity, session, fetch, clock=clock, poll_s=config.poll_s, close=pool.close)
 
 
 def _pool(config: VerifierConfig, clock: Clock) -> SourcePool:

@@ -13,6 +13,7 @@ from protocol.messages import Verdict
 from protocol.weights.chain import sign_head
 from tests.adversary.world import LEARNER, ROOT, RUN_ID, VERIFIER, World, identity
 from tests.fakes.clock import FakeClock
+from tests.fakes.web import Mirror, serving
 from verifier.checkpoints import CheckpointBook
 from verifier.config import VerifierConfig
 from verifier.session import Session
@@ -160,19 +161,21 @@ def test_it_waits_out_an_unreachable_coordinator(world, coordinator):
 
 
 def _config(tmp_path, root: Identity = ROOT, **fields) -> VerifierConfig:
-    return VerifierConfig(
-        coordinator="http://unused", key=tmp_path / "key", root=root.public_key.hex(), work=tmp_path / "work", **fields
-    )
+    known = {"coordinator": "http://unused", "root": root.public_key.hex()}
+    known |= {"key": tmp_path / "key", "work": tmp_path / "work"}
+    return VerifierConfig(**(known | fields))
 
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_from_a_root_key_to_a_verdict(world, coordinator, tmp_path, direct):
-    config = _config(tmp_path, store=f"dir:{world.store.path}" if direct else None)
-    worker = start(config, coordinator, VERIFIER, world.clock)
-    assert sorted(path.name for path in (tmp_path / "work/model").iterdir()) == sorted(world.run.model.files)
-    lease = world.lease()
-    coordinator.submit(world.submission(lease, world.honest(lease)))
-    worker.step()
+    objects = {path.name: path.read_bytes() for path in world.store.path.rglob("*") if path.is_file()}
+    with serving(Mirror({} if direct else objects)) as mirror:
+        config = _config(tmp_path, store=f"dir:{world.store.path}" if direct else None, coordinator=mirror.url)
+        with start(config, coordinator, VERIFIER, world.clock) as worker:
+            assert sorted(path.name for path in (tmp_path / "work/model").iterdir()) == sorted(world.run.model.files)
+            lease = world.lease()
+            coordinator.submit(world.submission(lease, world.honest(lease)))
+            worker.step()
     assert coordinator.verdicts[0].outcome == "pass"
     assert coordinator.verdicts[0].tiers == ["T0", "T1", "T2"]
 
