@@ -144,7 +144,7 @@ class BatchConfig(Config):
     """Token budget of a microbatch; a single longer sequence still goes through alone."""
     share_prompts: bool = True
     """Run a prompt once for several of its completions (block attention mask)."""
-    head_chunk_mib: Annotated[int, Field(ge=1, le=4096)] = 32
+    head_chunk_mib: Annotated[int, Field(ge=1, le=4096)] = 24
     """Memory for one chunk of logits in the fused head, in MiB."""
     compute: Literal["float32", "bfloat16"] = "float32"
     """Type of the layers' arithmetic; the head, the loss and the masters are float32 always."""

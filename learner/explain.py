@@ -120,7 +120,7 @@ def explain_memory(config: LearnerConfig, layout: Layout, vocab: int, processes:
     parts = {
         "weights, masters, gradients, two moments (fp32)": 5 * 4 * weights // processes,
         "published states (old and new)": 2 * layout.nbytes,
-        "head: logits of a chunk, twice": 2 * config.batch.head_chunk_mib * _MIB,
+        "head: logits of a chunk": config.batch.head_chunk_mib * _MIB,
         "head: gradient of the output matrix": 4 * max(vocab * entry.shape[-1] for entry in layout.entries
                                                        if entry.shape and entry.shape[0] == vocab),
     }

@@ -8,9 +8,9 @@ as soon as its logits are:
     d logits = -s A ( w_a e_a - m + (M - w_a) p )
 
 (see ``learner.losses`` for m and M). Each chunk therefore computes its logits once, turns the same buffer into their
-gradient, and adds to dH and dW; the backward pass only scales. The chunk is walked through in blocks of rows that fit
-the cache. Memory: one (C, V) buffer, one (R, V) buffer, dH and dW. A correction by sequence needs the log-probs of
-all its tokens first and computes the logits twice.
+gradient, and adds to dH and dW; the backward pass only scales, in place. The softmax walks through the chunk in blocks
+of rows that fit the cache. Memory: one (C, V) buffer, one (R, V) buffer, dH and dW. A correction by sequence needs the
+log-probs of all its tokens first and computes the logits twice.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ class _HeadLoss(torch.autograd.Function):
             torch.matmul(grad_CV, weight_VD, out=grad_hidden_ND[start:stop])
             grad_weight_VD.addmm_(grad_CV.T, hidden_CD)
             parts.append(stats)
+            del logits_CV, grad_CV  # before the next chunk's are made
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
         stats = TokenStats.concat(parts)
         outputs = tuple(getattr(stats, field.name) for field in fields(TokenStats))
@@ -142,7 +143,8 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
-        return grad_hidden_ND * grad_loss, grad_weight_VD * grad_loss, None, None, None, None
+        # In place: the graph is used once, and copies would double the memory.
+        return grad_hidden_ND.mul_(grad_loss), grad_weight_VD.mul_(grad_loss), None, None, None, None
 
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
@@ -158,51 +160,60 @@ def logits_gradient(logits_CV: Tensor, tokens: LossTokens, rule: TokenRule, *,
 
     ``logits_CV`` is used up: its buffer holds the result.
     """
-    rows, vocab = logits_CV.shape
-    step = rows if logits_CV.is_cuda else max(1, _BLOCK_BYTES // (logits_CV.element_size() * vocab))
-    parts = []
-    for start in range(0, rows, max(1, step)):
-        stop = min(start + step, rows)
-        parts.append(_block_gradient(logits_CV[start:stop], tokens.rows(start, stop), rule.rows(start, stop), scale))
-    return logits_CV, TokenStats.concat(parts)
+    target_C1 = tokens.target_N[:, None]
+    drawn_C1, head_CK = logits_CV.gather(1, target_C1), logits_CV.gather(1, tokens.head_ids_NK)
+    needs_tail = rule.centring in ("topk", "exact")
+    log_sum_C1, entropy_C, tail_p_C = _softmax_(logits_CV, tokens.head_ids_NK if needs_tail else None)
+    log_p_a_C, log_p_head_CK = (drawn_C1 - log_sum_C1).squeeze(1), head_CK - log_sum_C1
 
+    log_ratio_C = clamped(log_p_a_C - tokens.log_q_N)
+    weight_C, outside_C = ratio_weights(log_ratio_C, tokens.log_q_N, rule)
+    centre = _centre(logits_CV, log_p_head_CK, tail_p_C, tokens, rule)
 
-def _block_gradient(logits_RV: Tensor, tokens: LossTokens, rule: TokenRule, scale: float) -> TokenStats:
-    """Turn ``logits_RV`` into the gradient in place."""
-    p_RV = torch.softmax(logits_RV, dim=1)
-    top_R1 = logits_RV.argmax(dim=1, keepdim=True)
-    log_sum_R1 = logits_RV.gather(1, top_R1) - p_RV.gather(1, top_R1).log()
-    log_p_a_R = (logits_RV.gather(1, tokens.target_N[:, None]) - log_sum_R1).squeeze(1)
-    log_p_head_RK = logits_RV.gather(1, tokens.head_ids_NK) - log_sum_R1
-    entropy_R = log_sum_R1.squeeze(1) - torch.linalg.vecdot(p_RV, logits_RV)
-    p_head_RK = log_p_head_RK.exp()
-
-    log_ratio_R = clamped(log_p_a_R - tokens.log_q_N)
-    weight_R, outside_R = ratio_weights(log_ratio_R, tokens.log_q_N, rule)
-    centre = _centre(p_RV, log_p_head_RK, tokens, rule)
-
-    p_rate_R = centre.mass_R - weight_R
-    factor_R = -scale * tokens.signal_N
-    torch.mul(p_RV, ((p_rate_R - centre.tail_rate_R) * factor_R)[:, None], out=logits_RV)
+    p_rate_C, factor_C = centre.mass_R - weight_C, -scale * tokens.signal_N
+    grad_CV = logits_CV.mul_(((p_rate_C - centre.tail_rate_R) * factor_C)[:, None])
+    p_head_CK = log_p_head_CK.exp()
     if centre.head_m_RK is not None:
-        head_RK = (p_head_RK * p_rate_R[:, None] - centre.head_m_RK) * factor_R[:, None]
-        logits_RV.scatter_(1, tokens.head_ids_NK, head_RK)
+        at_head_CK = (p_head_CK * p_rate_C[:, None] - centre.head_m_RK) * factor_C[:, None]
+        grad_CV.scatter_(1, tokens.head_ids_NK, at_head_CK)
     if centre.drawn_RS is not None and centre.drawn_m_RS is not None:
-        logits_RV.scatter_add_(1, centre.drawn_RS, -centre.drawn_m_RS * factor_R[:, None])
-    logits_RV.scatter_add_(1, tokens.target_N[:, None], (weight_R * factor_R)[:, None])
+        grad_CV.scatter_add_(1, centre.drawn_RS, -centre.drawn_m_RS * factor_C[:, None])
+    grad_CV.scatter_add_(1, target_C1, (weight_C * factor_C)[:, None])
 
-    head_p_R = torch.where(tokens.head_valid_NK, p_head_RK, 0.0).sum(dim=1)
-    return TokenStats(
-        loss_N=-tokens.signal_N * (weight_R * log_p_a_R - centre.term_R),
-        log_ratio_N=log_ratio_R,
-        weight_N=weight_R,
-        truncated_N=outside_R.to(weight_R.dtype),
-        entropy_N=entropy_R,
-        head_p_N=head_p_R,
+    head_p_C = torch.where(tokens.head_valid_NK, p_head_CK, 0.0).sum(dim=1)
+    return grad_CV, TokenStats(
+        loss_N=-tokens.signal_N * (weight_C * log_p_a_C - centre.term_R),
+        log_ratio_N=log_ratio_C,
+        weight_N=weight_C,
+        truncated_N=outside_C.to(weight_C.dtype),
+        entropy_N=entropy_C,
+        head_p_N=head_p_C,
         head_q_N=torch.where(tokens.head_valid_NK, tokens.head_q_NK, 0.0).sum(dim=1),
-        head_kl_N=_head_kl(log_p_head_RK, head_p_R, tokens),
+        head_kl_N=_head_kl(log_p_head_CK, head_p_C, tokens),
         centring_N=centre.l1_R,
     )
+
+
+def _softmax_(logits_CV: Tensor, head_ids_CK: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn logits into probabilities in place; (C, 1) log-sum-exp, (C,) entropy, (C,) mass outside the head.
+
+    The mass is a sum over entries: 1 - (mass of the head) loses its digits where the tail is small. It is 0 without
+    ``head_ids_CK``.
+    """
+    rows, vocab = logits_CV.shape
+    step = rows if logits_CV.is_cuda else max(1, _BLOCK_BYTES // (logits_CV.element_size() * vocab))
+    log_sums, entropies, tails = [], [], []
+    for start, logits_RV in zip(range(0, rows, max(1, step)), logits_CV.split(max(1, step)), strict=True):
+        p_RV = torch.softmax(logits_RV, dim=1)
+        top_R1 = logits_RV.argmax(dim=1, keepdim=True)  # p is at least 1/V there: its logarithm is safe
+        log_sum_R1 = logits_RV.gather(1, top_R1) - p_RV.gather(1, top_R1).log()
+        entropies.append(log_sum_R1.squeeze(1) - torch.linalg.vecdot(p_RV, logits_RV))
+        log_sums.append(log_sum_R1)
+        logits_RV.copy_(p_RV)
+        if head_ids_CK is not None:
+            tails.append(p_RV.scatter_(1, head_ids_CK[start : start + step], 0.0).sum(dim=1))
+    entropy_C = torch.cat(entropies)
+    return torch.cat(log_sums), entropy_C, torch.cat(tails) if tails else torch.zeros_like(entropy_C)
 
 
 @dataclass(frozen=True)
@@ -218,21 +229,20 @@ class _Centre:
     drawn_m_RS: Tensor | None = None
 
 
-def _centre(p_RV: Tensor, log_p_head_RK: Tensor, tokens: LossTokens, rule: TokenRule) -> _Centre:
-    """What is to be centred; ``p_RV`` may lose its head entries."""
+def _centre(p_RV: Tensor, log_p_head_RK: Tensor, tail_p_R: Tensor, tokens: LossTokens, rule: TokenRule) -> _Centre:
+    """What is to be centred."""
     if rule.centring == "none":
         zero_R = torch.zeros_like(tokens.log_q_N)
         return _Centre(zero_R, zero_R, zero_R, zero_R)
     if rule.centring == "draws":
         return _draws_centred(p_RV, tokens, rule)
-    return _head_centred(p_RV, log_p_head_RK, tokens, rule)
+    return _head_centred(log_p_head_RK, tail_p_R, tokens, rule)
 
 
-def _head_centred(p_RV: Tensor, log_p_head_RK: Tensor, tokens: LossTokens, rule: TokenRule) -> _Centre:
+def _head_centred(log_p_head_RK: Tensor, tail_p_R: Tensor, tokens: LossTokens, rule: TokenRule) -> _Centre:
     """From the committed head; the tail of m is shaped like p, or empty when q cannot leave the head (``support``)."""
     p_head_RK = log_p_head_RK.exp()
     valid_RK, m_RK = tokens.head_valid_NK, measure(p_head_RK, tokens.head_q_NK, rule)
-    tail_p_R = p_RV.scatter_(1, tokens.head_ids_NK, 0.0).sum(dim=1)
     tail_m_R = torch.zeros_like(tail_p_R)
     if rule.centring != "support":
         tail_m_R = torch.where(tail_p_R > TAIL_FLOOR, measure(tail_p_R, tokens.tail_q_N, rule), 0.0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from learner.admission import E_TOO_STALE, Admission
 from learner.batch import TrainingGroup
 from learner.journal import Journal
+from learner.staleness import DroppedTokens
 from protocol import bundle
 from protocol.api import AdmittedGroup
 from protocol.errors import AssayError, PeerFault
@@ -31,18 +32,30 @@ class WaitingRoom:
         self._store, self._admission, self._journal = store, admission, journal
         self._ready: dict[int, ReadyGroup] = {}
         self._stale: set[int] = set()
+        self._used: set[int] = set()
+        self.dropped = DroppedTokens()
 
     def ready(self, listed: list[AdmittedGroup], version: int) -> list[ReadyGroup]:
         """Those of ``listed`` that a learner at ``version`` may train on, in the same order.
 
         A group with a fault is quarantined and logged; one whose bundles cannot be read now is left for later.
         """
-        self._stale &= {group.group for group in listed}
+        names = {group.group for group in listed}
+        self._count_dropped(names, version)
+        self._stale &= names
         self._ready = {g.group: self._ready[g.group] for g in listed if self._is_known(g, version)}
         for group in listed:
             if group.group not in self._ready and not self._journal.quarantined(group.group):
                 self._take(group, version)
         return [self._ready[group.group] for group in listed if group.group in self._ready]
+
+    def _count_dropped(self, listed: set[int], version: int) -> None:
+        """Count what waited here, was never used and is listed no more because it got too old."""
+        for number, ready in self._ready.items():
+            if self._admission.is_stale(ready.admitted, version) and number not in self._used:
+                lengths = [len(sample.rollout) for sample in ready.data.samples]
+                self.dropped.add(ready.admitted.environment, lengths)
+        self._used &= listed | set(self._ready)
 
     def _is_known(self, group: AdmittedGroup, version: int) -> bool:
         """Whether the group was checked before, is the same in every detail, and did not get too stale since."""
@@ -56,6 +69,7 @@ class WaitingRoom:
             PeerFault: what ``Admission.admit`` finds.
             LocalFault, Transient: a bundle cannot be read.
         """
+        self._used.add(group.group)
         known = self._ready.get(group.group)
         if known is not None and known.admitted == group:
             return known.data
