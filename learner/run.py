@@ -20,6 +20,7 @@ from learner.crew import Training
 from learner.journal import Journal, PlannedStep, Publication, plan_sha256
 from learner.metrics import Metrics, as_micro, finite, warnings_of
 from learner.publisher import Announcements, Publisher
+from learner.screen import screen_message
 from learner.trainer import StepAbandoned, StepResult
 from learner.waiting_room import ReadyGroup, WaitingRoom
 from protocol.api import E_BATCH, E_CHECKPOINT_CHAIN, AdmittedGroup
@@ -27,7 +28,7 @@ from protocol.clock import Clock
 from protocol.envelope import Envelope
 from protocol.errors import LocalFault, PeerFault, Transient, code
 from protocol.identity import Identity
-from protocol.messages import BatchGroup, BatchPlan, CheckpointManifest, RunManifest, UpdateReceipt
+from protocol.messages import BatchGroup, BatchPlan, CheckpointManifest, RunManifest, ScreenReport, UpdateReceipt
 from protocol.store import Store
 from protocol.weights.chain import PublishedVersion
 from protocol.weights.layout import State
@@ -50,6 +51,10 @@ class LearnerClient(Announcements, Protocol):
 
     def post_batch(self, plan: BatchPlan) -> object:
         """Write down the batch about to be trained on."""
+        ...
+
+    def post_screen(self, report: ScreenReport) -> object:
+        """Say what the step's forward pass saw of each node."""
         ...
 
 
@@ -325,6 +330,8 @@ class Learner:
             "version": planned.plan.version, "parent_version": planned.plan.parent_version,
             "state_root": made.manifest.state_root, "diff_bytes": made.diff_bytes, "anchor_bytes": made.anchor_bytes,
             "full_bytes": made.full_bytes, "quarantined_groups": self.journal.quarantined_groups,
+            "dropped_tokens": self._room.dropped.tokens, "dropped_by_task": dict(self._room.dropped.by_task),
+            "dropped_by_length": dict(self._room.dropped.by_length),
         })
         receipt = self._receipt(planned.plan, made, metrics)
         publication = Publication(manifest=made.envelope, receipt=receipt, metrics=metrics)
@@ -370,12 +377,23 @@ class Learner:
         receipt = publication.receipt
         self._insist("announce a version", lambda: self.publisher.tell(version, publication.manifest, receipt))
         if receipt is not None:
+            self._tell_screen(receipt, publication.metrics)
             self.journal.write_metrics(publication.metrics)
             self.show(publication.metrics)
         self.journal.set_told(version)
         shown = ("version", "reward_mean", "loss", "kl", "ess", "diff_bytes", "skipped")
         metrics = publication.metrics
         logger.info("published", extra={name: metrics[name] for name in shown if name in metrics})
+
+    def _tell_screen(self, receipt: UpdateReceipt, metrics: Metrics) -> None:
+        """Report the step's nodes (T1'); made of what the journal holds, so that it is the same after a restart."""
+        planned = self.journal.plan(receipt.version)
+        if planned is None or not metrics.get("nodes"):
+            return
+        report = screen_message(
+            self.manifest.run_id, receipt.version, metrics["nodes"], planned.groups, receipt.issued_at_ms
+        )
+        self._insist("report the nodes of a batch", lambda: self.client.post_screen(report))
 
     def _save(self, *, force: bool = False) -> None:
         """Write a resume point when one is due."""

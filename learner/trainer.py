@@ -324,7 +324,7 @@ def rollout_numbers(micro: Microbatch, stats: TokenStats) -> list[RolloutNumbers
     sums_S3 = torch.zeros(len(micro.sequences), 3, dtype=torch.float64, device=log_ratio_N.device)
     sums_S3.index_add_(0, micro.tokens.sequence_N, columns_N3)
     return [
-        RolloutNumbers(sequence.node_id, int(sequence.lag_T[0]), int(tokens), k1, k3)
+        RolloutNumbers(sequence.node_id, sequence.group, sequence.sample, int(sequence.lag_T[0]), int(tokens), k1, k3)
         for sequence, (tokens, k1, k3) in zip(micro.sequences, sums_S3.tolist(), strict=True)
     ]
 

@@ -13,7 +13,7 @@ from protocol.api import AdmittedReply
 from protocol.envelope import Envelope
 from protocol.errors import PeerFault
 from protocol.identity import Identity
-from protocol.messages import BatchPlan, CheckpointManifest, UpdateReceipt
+from protocol.messages import BatchPlan, CheckpointManifest, ScreenReport, UpdateReceipt
 from protocol.store import DirectoryStore
 from tests.fakes.learning import (
     LEARNER,
@@ -82,6 +82,8 @@ class Handler(BaseHTTPRequestHandler):
                     client.post_batch(BatchPlan.open(envelope, LEARNER.public_key))
                 elif self.path == "/v1/updates":
                     client.post_update(UpdateReceipt.open(envelope, LEARNER.public_key))
+                elif self.path == "/v1/screens":
+                    client.post_screen(ScreenReport.open(envelope, LEARNER.public_key))
         except PeerFault as error:
             self.answer(error.problem() | {"fault": "peer"}, status=error.status)
         else:

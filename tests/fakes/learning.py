@@ -35,6 +35,7 @@ from protocol.messages import (
     Roles,
     RunManifest,
     SamplingRules,
+    ScreenReport,
     UpdateReceipt,
 )
 from protocol.rollout import NO_CODE, Bundle, Finish, Rollout, Segment, prompt_digest, rollout_seed
@@ -175,6 +176,7 @@ class FakeCoordinator:
     plans: dict[int, BatchPlan] = field(default_factory=dict)
     receipts: dict[int, UpdateReceipt] = field(default_factory=dict)
     heads: list[CheckpointHead] = field(default_factory=list)
+    screens: dict[int, ScreenReport] = field(default_factory=dict)
     on_call: Callable[[str], None] = lambda name: None
 
     def admitted(self, limit: int) -> list[AdmittedGroup]:
@@ -206,6 +208,12 @@ class FakeCoordinator:
     def publish_head(self, head: Envelope) -> None:
         self.on_call("publish_head")
         self.heads.append(CheckpointHead.open(head, LEARNER.public_key, run_id=RUN_ID))
+
+    def post_screen(self, report: ScreenReport) -> None:
+        self.on_call("post_screen")
+        known = self.screens.setdefault(report.version, report)
+        assert known == report
+        self.on_call("post_screen done")
 
     def post_update(self, receipt: UpdateReceipt) -> None:
         self.on_call("post_update")

@@ -55,8 +55,8 @@ def test_versions_change_and_everything_is_announced_in_order(model_dir, stock, 
     assert len(set(client.roots())) == 3
     assert [call for call in calls if " " not in call and call != "admitted"] == [
         "publish_checkpoint", "publish_head",
-        "post_batch", "publish_checkpoint", "publish_head", "post_update",
-        "post_batch", "publish_checkpoint", "publish_head", "post_update",
+        "post_batch", "publish_checkpoint", "publish_head", "post_update", "post_screen",
+        "post_batch", "publish_checkpoint", "publish_head", "post_update", "post_screen",
     ]
     assert client.receipts[1].metrics_micro["tokens"] > 0
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -66,6 +66,8 @@ def test_versions_change_and_everything_is_announced_in_order(model_dir, stock, 
         "full_bytes", "wait_s", "lag_histogram", "ratio_max", "head_mass_q",
     } <= set(lines[0])
     assert lines[1]["lag_max"] == 1
+    (seen,) = client.screens[1].nodes
+    assert (seen.node_id, seen.tokens, seen.outliers) == ("11" * 32, lines[0]["tokens"], 0)
 
 
 def fault_points(model_dir, stock, tmp_path) -> int:
@@ -93,7 +95,7 @@ def test_a_crash_at_any_call_resumes_to_the_same_bytes(model_dir, stock, undistu
         client.on_call = lambda name: None
         assert make_learner(work, model_dir, store, client).run(2) == "complete"
         assert client.roots() == undisturbed[:3], f"crash at call {point}"
-        assert sorted(client.receipts) == [1, 2]
+        assert sorted(client.receipts) == sorted(client.screens) == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["write_plan", "write_publication", "set_told", "write_metrics"])

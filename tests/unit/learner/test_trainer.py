@@ -12,6 +12,7 @@ import torch
 
 from learner.batch import make_batch
 from learner.config import LearnerConfig
+from learner.corrections import PRESETS
 from learner.masters import E_MODEL_LAYOUT
 from learner.trainer import E_MODEL_UNSUPPORTED, StepAbandoned, Trainer
 from protocol.errors import LocalFault
@@ -154,6 +155,93 @@ def test_a_batch_without_signal_is_skipped(model_dir, groups):
     assert result.metrics["groups_left_out"] == {"no_signal": 3}
     assert trainer.train_step(batch_for(trainer, [])).skipped == "no_signal"
     assert trainer.steps == 0
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_every_preset_takes_a_step_and_meets_wild_ratios(model_dir, groups, preset):
+    """On stale data, then with log-ratios of +-inf: finite numbers, a counted cut, and the next step as usual."""
+    trainer = make_trainer(model_dir, loss={"preset": preset})
+    batch = batch_for(trainer, groups, version=2)
+    assert trainer.train_step(batch).skipped is None
+    for log_q in (-np.inf, 0.0):
+        wild = replace(batch, sequences=tuple(
+            replace(s, log_q_T=np.full_like(s.log_q_T, log_q)) for s in batch.sequences
+        ))
+        result = trainer.train_step(wild)
+        assert result.skipped in (None, "gradient_outlier")
+        assert np.isfinite(result.metrics["loss"])
+        assert np.isfinite(result.metrics["ess_used"])
+    assert trainer.train_step(batch).skipped is None
+
+
+def test_behaviour_logprobs_that_are_nan_are_skipped_and_named(model_dir, groups):
+    trainer = make_trainer(model_dir)
+    batch, root = batch_for(trainer, groups), root_of(trainer)
+    first, *rest = batch.sequences
+    bad = replace(batch, sequences=(replace(first, log_q_T=np.full_like(first.log_q_T, np.nan)), *rest))
+    stale = replace(bad, sequences=tuple(replace(s, lag_T=s.lag_T + 1) for s in bad.sequences))
+    assert trainer.train_step(stale).skipped in ("non_finite_loss", "non_finite_gradient")
+    assert root_of(trainer) == root
+    assert trainer.train_step(batch).skipped is None
+
+
+def test_a_batch_with_everything_masked_changes_nothing(model_dir, groups):
+    """Every ratio is outside its band: no gradient, no poison, and the cut is seen."""
+    trainer = make_trainer(model_dir, loss={"preset": "mis"}, optim={"lr": 1e-2})
+    batch, root = batch_for(trainer, groups, version=1), root_of(trainer)
+    far = replace(batch, sequences=tuple(replace(s, log_q_T=s.log_q_T + 5.0) for s in batch.sequences))
+    result = trainer.train_step(far)
+    assert (result.metrics["truncated"], result.metrics["grad_norm"], result.metrics["ess_used"]) == (1.0, 0.0, 0.0)
+    assert root_of(trainer) == root
+    assert trainer.train_step(batch).skipped is None
+
+
+def test_caps_and_rate_follow_the_sample_and_survive_a_restart(model_dir, groups):
+    """The controller's state is part of the trainer's: a restart in between changes no bit."""
+    settings = {"loss": {"preset": "tis", "cap": 50.0, "ess_target": 0.95, "ess_base": 0.95}, "optim": {"lr": 3e-2}}
+    batch = batch_for(make_trainer(model_dir, **settings), groups, version=3)
+    skewed = replace(batch, sequences=tuple(
+        replace(s, log_q_T=s.log_q_T - 2.0 * (s.sample % 2)) for s in batch.sequences
+    ))
+    straight, first = make_trainer(model_dir, **settings), make_trainer(model_dir, **settings)
+    for _ in range(4):
+        result = straight.train_step(skewed)
+    assert straight.caps.tightness[2] < 1.0
+    assert result.metrics["lr_scale"] < 1.0
+    assert result.metrics["lr"] == pytest.approx(3e-2 * result.metrics["lr_scale"])
+    for _ in range(2):
+        first.train_step(skewed)
+    second = make_trainer(model_dir, **settings)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for _ in range(2):
+        second.train_step(skewed)
+    assert second.caps == straight.caps
+    assert root_of(second) == root_of(straight)
+
+
+def test_a_second_moment_is_bounded_over_the_batch_not_the_microbatch(model_dir, groups):
+    found = []
+    for changes in ({}, {"max_tokens": 20}):
+        trainer = make_trainer(model_dir, loss={"preset": "m2po"}, batch=changes)
+        batch, rng = batch_for(trainer, groups, version=2), np.random.default_rng(0)
+        noisy = replace(batch, sequences=tuple(
+            replace(s, log_q_T=s.log_q_T + 0.5 * rng.standard_normal(len(s.log_q_T))) for s in batch.sequences
+        ))
+        seen, _ = trainer._accumulate(noisy, lambda: False)
+        assert 0.0 < float(seen.stats().truncated_N.mean()) < 0.6
+        found.append([p.grad.clone() for p in trainer.masters.parameters])
+    for left, right in zip(*found, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
+
+
+def test_the_step_looks_at_every_node(model_dir, groups):
+    trainer = make_trainer(model_dir)
+    owned = [replace(g, samples=tuple(replace(s, node_id=f"{s.rollout.sample % 2:064x}") for s in g.samples))
+             for g in groups]
+    nodes = trainer.train_step(batch_for(trainer, owned)).metrics["nodes"]
+    assert set(nodes) == {f"{i:064x}" for i in range(2)}
+    assert sum(n["tokens"] for n in nodes.values()) == batch_for(trainer, owned).tokens
+    assert all(n["k3"] < 1e-4 and abs(n["z"]) < 4 for n in nodes.values())
 
 
 def test_ratios_beyond_all_bounds_stay_within_the_cap(model_dir, groups):
