@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.real_rollouts import BEACON, RUN_ID, OneVersion, Workload
 from torch import Tensor, nn
 
+from benchmarks.real_rollouts import BEACON, RUN_ID, OneVersion, Workload
 from node import torch_engine
 from node.drill import BestOfN, EditedAnswer
 from node.engine import Engine, Request

@@ -33,11 +33,11 @@ from statistics import NormalDist  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from benchmarks.real_rollouts import Workload, smollm2_gsm8k, tiny_sort  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
 from benchmarks import cheats  # noqa: E402
 from benchmarks.cheats import Made, make  # noqa: E402
+from benchmarks.real_rollouts import Workload, smollm2_gsm8k, tiny_sort  # noqa: E402
 from coordinator.presets import TORCH_CPU_FP32  # noqa: E402
 from protocol import bundle as bundles  # noqa: E402
 from protocol.messages import SamplingRules  # noqa: E402

@@ -203,7 +203,7 @@ def _softmax_(logits_CV: Tensor, head_ids_CK: Tensor | None) -> tuple[Tensor, Te
     rows, vocab = logits_CV.shape
     step = rows if logits_CV.is_cuda else max(1, _BLOCK_BYTES // (logits_CV.element_size() * vocab))
     log_sums, entropies, tails = [], [], []
-    for start, logits_RV in zip(range(0, rows, max(1, step)), logits_CV.split(max(1, step)), strict=True):
+    for start, logits_RV in zip(range(0, rows, max(1, step)), torch.split(logits_CV, max(1, step)), strict=True):
         p_RV = torch.softmax(logits_RV, dim=1)
         top_R1 = logits_RV.argmax(dim=1, keepdim=True)  # p is at least 1/V there: its logarithm is safe
         log_sum_R1 = logits_RV.gather(1, top_R1) - p_RV.gather(1, top_R1).log()

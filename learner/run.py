@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 from learner.admission import Admission
 from learner.batch import Batch, make_batch
@@ -19,7 +19,8 @@ from learner.config import LearnerConfig
 from learner.crew import Training
 from learner.journal import Journal, PlannedStep, Publication, plan_sha256
 from learner.metrics import Metrics, as_micro, finite, warnings_of
-from learner.publisher import Announcements, Publisher
+from learner.office import LearnerClient
+from learner.publisher import Publisher
 from learner.screen import screen_message
 from learner.trainer import StepAbandoned, StepResult
 from learner.waiting_room import ReadyGroup, WaitingRoom
@@ -28,7 +29,7 @@ from protocol.clock import Clock
 from protocol.envelope import Envelope
 from protocol.errors import LocalFault, PeerFault, Transient, code
 from protocol.identity import Identity
-from protocol.messages import BatchGroup, BatchPlan, CheckpointManifest, RunManifest, ScreenReport, UpdateReceipt
+from protocol.messages import BatchGroup, BatchPlan, CheckpointManifest, RunManifest, UpdateReceipt
 from protocol.store import Store
 from protocol.weights.chain import PublishedVersion
 from protocol.weights.layout import State
@@ -40,22 +41,6 @@ E_RESUME = code("E_RESUME", "the learner cannot go on from what its work directo
 
 Outcome = Literal["complete", "stopped"]
 _R = TypeVar("_R")
-
-
-class LearnerClient(Announcements, Protocol):
-    """What the loop needs of the coordinator; ``protocol.client.CoordinatorClient`` has it."""
-
-    def admitted(self, limit: int) -> list[AdmittedGroup]:
-        """Complete, verified, unconsumed groups, oldest first."""
-        ...
-
-    def post_batch(self, plan: BatchPlan) -> object:
-        """Write down the batch about to be trained on."""
-        ...
-
-    def post_screen(self, report: ScreenReport) -> object:
-        """Say what the step's forward pass saw of each node."""
-        ...
 
 
 @dataclass

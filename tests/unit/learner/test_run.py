@@ -53,7 +53,10 @@ def test_versions_change_and_everything_is_announced_in_order(model_dir, stock, 
     client = FakeCoordinator(groups=pool.groups, on_call=calls.append)
     make_learner(tmp_path, model_dir, store, client).run(2)
     assert len(set(client.roots())) == 3
-    assert [call for call in calls if " " not in call and call != "admitted"] == [
+    told = [call for call in calls if " " not in call and call != "admitted"]
+    # A head is signed again when it nears its expiry, whenever that is; what matters is the first after a checkpoint.
+    told = [c for i, c in enumerate(told) if c != "publish_head" or told[i - 1] == "publish_checkpoint"]
+    assert told == [
         "publish_checkpoint", "publish_head",
         "post_batch", "publish_checkpoint", "publish_head", "post_update", "post_screen",
         "post_batch", "publish_checkpoint", "publish_head", "post_update", "post_screen",
