@@ -147,7 +147,7 @@ def test_bad_calls_end_with_their_codes(server: Server, tmp_path: Path):
     assert "E_WRONG_KEY" in errors
     for more, code in (
         (["--root", "abc"], E_CONFIG), (["--root", LEARNER.public_key.hex()], E_SIGNATURE),
-        (["--set", "loss.preset=ppo"], E_CONFIG), (["--set", "lr=1"], E_CONFIG), (["--set", "nonsense"], E_CONFIG),
+        (["--set", "loss.preset=best"], E_CONFIG), (["--set", "lr=1"], E_CONFIG), (["--set", "nonsense"], E_CONFIG),
         (["--config", str(tmp_path / "missing.toml")], E_CONFIG), (["--key", str(tmp_path / "missing")], E_KEY_FILE),
         (["--dry-run", "--model", str(tmp_path / "missing")], E_NOT_FOUND),
     ):
