@@ -230,7 +230,7 @@ def test_a_peer_that_is_slow_again_and_again_is_dropped(
     tmp_path: Path, closing: Close, monkeypatch: pytest.MonkeyPatch, how: Callable[[Line], Any]
 ) -> None:
     monkeypatch.setattr(ask, "CHUNK_S", 0.2)
-    blobs = [blob(i, 1000) for i in range(40)]
+    blobs = [blob(i, 1000) for i in range(400)]  # a peer is blamed only while we ourselves keep up
     rogue = closing(Rogue("rogue", chunks=how, have=says_it_has_all))
     one = closing(Member(tmp_path, "one", CountingSource({sha(b): b for b in blobs})))
     one.meet(rogue)

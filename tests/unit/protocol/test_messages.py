@@ -1,5 +1,7 @@
 """Messages: strict fields, signed by the right key, of the right run, in time."""
 
+import importlib
+
 import pytest
 
 from protocol import canonical, messages
@@ -86,6 +88,8 @@ def test_opened_by_names_the_key(identity):
 
 
 def test_the_specification_lists_every_message(root):
+    for module in ("protocol.calibration", "protocol.weights.skips", "protocol.swarm.announce"):
+        importlib.import_module(module)
     page = (root / "docs" / "spec" / "messages.md").read_text(encoding="utf-8")
     for cls in Message.__subclasses__():
         name = cls.TYPE.removeprefix("application/vnd.assay.").removesuffix(".v1+json")
