@@ -214,7 +214,7 @@ def test_bad_calls_are_explained_and_change_nothing(server: Server, tmp_path: Pa
         (["init", str(server.directory), "--model", str(tmp_path / "model")], 1, "E_CONFLICT"),
         (["init", str(tmp_path / "new"), "--model", str(tmp_path / "nothing")], 2, "E_CONFIG"),
         (["init", str(tmp_path / "new"), "--model", str(tmp_path / "model"), "--preset", "huge"], 2, "E_CONFIG"),
-        (["serve", str(tmp_path / "model")], 1, "E_KEY_FILE"),
+        (["serve", str(tmp_path / "model")], 2, "E_CONFIG"),
         (["nodes", "--dir", str(tmp_path)], 1, "E_KEY_FILE"),
         (["invite", "--dir", str(server.directory)], 1, "E_UNREACHABLE"),
     ):
