@@ -17,6 +17,7 @@ from typing import Any, Final
 from protocol import canonical
 from protocol.envelope import Envelope
 from protocol.errors import PeerFault, code
+from protocol.identity import public_key_of
 from protocol.log_proof import LogProof
 
 E_EVIDENCE = code("E_EVIDENCE", "an evidence file is malformed")
@@ -115,11 +116,8 @@ def _envelopes(value: Any, name: str, limit: int) -> tuple[Envelope, ...]:
 
 
 def _public_key(value: Any) -> bytes:
-    try:
-        key = bytes.fromhex(value)
-    except (TypeError, ValueError):
-        key = b""
-    if len(key) != 32 or key.hex() != value:
+    key = public_key_of(value)
+    if key is None:
         raise _malformed("a public key of 64 lower-case hex digits", str(value)[:80])
     return key
 

@@ -114,3 +114,12 @@ class Identity:
         if not path.exists():
             cls.generate().save(path)
         return cls.load(path)
+
+
+def public_key_of(value: object) -> bytes | None:
+    """The 32 bytes of a public key in the one form files hold it in, 64 lower-case hex digits; else None."""
+    try:
+        key = bytes.fromhex(value) if isinstance(value, str) else b""
+    except ValueError:
+        return None
+    return key if len(key) == 32 and key.hex() == value else None

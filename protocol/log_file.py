@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Final
 from protocol import canonical
 from protocol.envelope import Envelope
 from protocol.errors import E_TOO_LARGE, PeerFault, code
+from protocol.identity import public_key_of
 from protocol.log_entry import MAX_ENTRY_BYTES, LogEntry
 
 E_LOG_FILE = code("E_LOG_FILE", "a log file is malformed")
@@ -93,11 +94,8 @@ def _line(file: BinaryIO) -> bytes:
 
 
 def _key(value: Any) -> bytes:
-    try:
-        key = bytes.fromhex(value)
-    except (TypeError, ValueError):
-        key = b""
-    if len(key) != 32 or key.hex() != value:
+    key = public_key_of(value)
+    if key is None:
         raise _malformed("a public key of 64 lower-case hex digits", str(value)[:80])
     return key
 
