@@ -81,7 +81,10 @@ class Daemon:
             self.health, client, parts.home, parts.identity.id, self.look, clock, report_s=config.report_s,
             contact_s=config.contact_s, peers=parts.membership.view,
         )
-        self._witness = Witness(self.health, LogClient(client), LogMemory(parts.home, run))
+        self._witness = Witness(
+            self.health, LogClient(client), LogMemory(parts.home, run), heard=parts.membership.heard,
+            tell=parts.membership.tell_note,
+        )
         self._state = "starting"
         self._aborted = False
 

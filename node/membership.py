@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from node.config import NodeConfig
 from node.weights import Chunks, Published
+from node.witness import Heard
 from protocol.client import CoordinatorClient
 from protocol.clock import Clock
 from protocol.envelope import Envelope
@@ -15,6 +16,7 @@ from protocol.identity import Identity
 from protocol.messages import RunManifest
 from protocol.swarm.first import SwarmFirst
 from protocol.swarm.limits import Limits
+from protocol.swarm.log_notes import LogNotes
 from protocol.swarm.swarm import Swarm, installed
 from protocol.weights.pool import SourcePool
 
@@ -32,6 +34,7 @@ class Membership:
         clock: Clock,
     ):
         self.on_news: Callable[[], None] = lambda: None  #: called from any thread when a newer head was heard of
+        self.heard = Heard()  #: heads of the run's log that peers were shown
         self._pool = pool
         self._swarm = self._make(config, run, identity, client, clock) if config.swarm else None
         self._why = _OFF if not config.swarm else _MISSING
@@ -50,6 +53,7 @@ class Membership:
         return Swarm(
             identity, run.run_id, run.roles.learner, limits, self._pool.cache.store, clock, announce=client.announce,
             on_head=self._hear,
+            notes=LogNotes(bytes.fromhex(run.roles.coordinator), run.run_id, self.heard.add),
         )
 
     @property
@@ -78,6 +82,11 @@ class Membership:
 
     def _hear(self) -> None:
         self.on_news()
+
+    def tell_note(self, note: str) -> None:
+        """Pass on a head of the run's log that the coordinator showed us."""
+        if self._swarm is not None:
+            self._swarm.tell_note(note)
 
     def view(self) -> dict[str, Any]:
         """How it stands, with every peer."""

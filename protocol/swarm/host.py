@@ -40,6 +40,7 @@ from protocol.swarm.bandwidth import Bandwidth
 from protocol.swarm.heads import Heads
 from protocol.swarm.limits import Limits
 from protocol.swarm.line import Line
+from protocol.swarm.log_notes import LogNotes
 from protocol.swarm.peers import PeerBook
 from protocol.swarm.serve import Server
 from protocol.swarm.shelf import Shelf
@@ -70,8 +71,9 @@ class Host:
 
     def __init__(
         self, identity: Identity, run_id: str, limits: Limits, book: PeerBook, shelf: Shelf, heads: Heads, clock: Clock,
-        on_head: Callable[[bytes], None],
+        on_head: Callable[[bytes], None], notes: LogNotes | None = None,
     ):
+        self._notes = notes
         self._run_id, self._limits, self._book, self._heads, self._clock = run_id, limits, book, heads, clock
         self._on_head = on_head
         self._nursery: trio.Nursery | None = None
@@ -97,12 +99,13 @@ class Host:
             protocols=[_GOSSIP], degree=6, degree_low=3, degree_high=12, heartbeat_interval=5,
             max_messages_per_topic_per_second=20.0,
         )
-        topic = wire.head_topic(run_id)
+        topic, log_topic = wire.head_topic(run_id), wire.log_topic(run_id)
         self._gossip = Pubsub(
             self._host, self._router, strict_signing=True, max_inbound_rpc_size=8 * wire.MAX_HEAD_BYTES,
-            msg_id_constructor=lambda message: hashlib.sha256(message.data).digest(), allowed_topics={topic},
+            msg_id_constructor=lambda message: hashlib.sha256(message.data).digest(),
+            allowed_topics={topic, log_topic},
         )
-        self._topic = topic
+        self._topic, self._log_topic = topic, log_topic
         self._table = KadDHT(self._host, DHTMode.SERVER, enable_providers=False, enable_values=False)
 
     @property
@@ -128,6 +131,7 @@ class Host:
         ):
             self._host.set_stream_handler(protocol, _handler(serve))
         self._gossip.set_topic_validator(self._topic, self._judge, False)
+        self._gossip.set_topic_validator(self._log_topic, self._judge_note, False)
         async with AsyncExitStack() as stack:
             address.require_free(self._limits.listen)
             await stack.enter_async_context(self._host.run([Multiaddr(self._limits.listen)]))
@@ -135,6 +139,8 @@ class Host:
                 await stack.enter_async_context(background_trio_service(service))
             await self._gossip.wait_until_ready()
             await self._gossip.subscribe(self._topic)
+            if self._notes is not None:
+                await self._gossip.subscribe(self._log_topic)
             nursery = await stack.enter_async_context(trio.open_nursery())
             self._nursery = nursery
             for task in (self._tend, self._look_up, self._pull):
@@ -234,10 +240,17 @@ class Host:
 
     async def tell(self, head: bytes) -> None:
         """Pass a head on."""
+        await self._publish(self._topic, head)
+
+    async def tell_note(self, note: bytes) -> None:
+        """Pass a head of the run's log on."""
+        await self._publish(self._log_topic, note)
+
+    async def _publish(self, topic: str, data: bytes) -> None:
         try:
-            await self._gossip.publish(self._topic, head)
+            await self._gossip.publish(topic, data)
         except _TROUBLE as error:
-            logger.info("head not passed on", extra={"detail": _words(error)})
+            logger.info("head not passed on", extra={"topic": topic, "detail": _words(error)})
 
     def _judge(self, forwarder: ID, message: Any) -> bool:
         """Gossip's validator: True lets the message travel on. What we tell was checked before."""
@@ -255,6 +268,19 @@ class Host:
         if news:
             self._on_head(data)
         return news
+
+    def _judge_note(self, forwarder: ID, message: Any) -> bool:
+        """Gossip's validator of log heads. Who passes on what the coordinator never signed is dropped."""
+        peer_id = str(forwarder)
+        if self._notes is None or peer_id == self._book.own_id:
+            return True
+        try:
+            return self._notes.hear(bytes(message.data))
+        except PeerFault as error:
+            if self._nursery is not None:
+                self._nursery.start_soon(self.drop, peer_id, error)
+            logger.info("log head refused", extra={"peer": peer_id, "code": error.code})
+            return False
 
     async def _pull(self) -> None:
         """Ask some peers for the newest head: gossip may lose messages."""

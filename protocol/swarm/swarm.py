@@ -23,6 +23,7 @@ from protocol.swarm.address import dialable, peer_id_of
 from protocol.swarm.announce import PeerAnnounce
 from protocol.swarm.heads import Heads
 from protocol.swarm.limits import Limits
+from protocol.swarm.log_notes import LogNotes
 from protocol.swarm.peers import PeerBook
 from protocol.swarm.shelf import Chunks, Shelf
 from protocol.swarm.wire import E_SWARM, turn, weight
@@ -62,12 +63,15 @@ class Swarm:
     Args:
         chunks: what we serve: verified chunks.
         announce: tells the coordinator and hears of others; None: peers come by other ways.
+        notes: what is heard of the run's log; None: the node takes no part in passing its heads on.
     """
 
     def __init__(
         self, identity: Identity, run_id: str, learner_key: str, limits: Limits, chunks: Chunks, clock: Clock, *,
         announce: Announce | None = None, on_head: Callable[[], None] = lambda: None,
+        notes: LogNotes | None = None,
     ):
+        self.notes = notes
         self._identity, self._run_id, self._limits, self._clock = identity, run_id, limits, clock
         self._announce, self._on_head = announce, on_head
         self.book = PeerBook(peer_id_of(identity.public_key), clock)
@@ -139,7 +143,7 @@ class Swarm:
         self._stop = trio.Event()
         host = Host(
             self._identity, self._run_id, self._limits, self.book, self.shelf, self.heads, self._clock,
-            lambda _: self._on_head(),
+            lambda _: self._on_head(), self.notes,
         )
         async with host.running() as nursery:
             self._host, self._token = host, trio.lowlevel.current_trio_token()
@@ -242,6 +246,16 @@ class Swarm:
             return
         if news:
             self._call(lambda host: host.tell(data), None)
+
+    def tell_note(self, note: str) -> None:
+        """Pass on a head of the run's log that the coordinator gave us, unless the swarm knows it already."""
+        data = note.encode()
+        try:
+            news = self.notes is None or self.notes.hear(data, own=True)
+        except PeerFault:
+            return
+        if news:
+            self._call(lambda host: host.tell_note(data), None)
 
     def view(self) -> dict[str, Any]:
         """How the swarm stands, for status files."""

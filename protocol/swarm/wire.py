@@ -52,6 +52,11 @@ def head_topic(run_id: str) -> str:
     return f"/assay/{run_id}/heads/1"
 
 
+def log_topic(run_id: str) -> str:
+    """Gossip topic of heads of the run's log."""
+    return f"/assay/{run_id}/log/1"
+
+
 class Status(IntEnum):
     """How a server stands towards one key."""
 

@@ -16,6 +16,7 @@ from protocol.clock import SystemClock
 from protocol.envelope import Envelope
 from protocol.errors import LocalFault
 from protocol.identity import Identity
+from protocol.log_head import LogHead, origin_of
 from protocol.messages import CheckpointHead
 from protocol.store import missing
 from protocol.swarm.address import peer_id_of
@@ -24,6 +25,7 @@ from protocol.swarm.heads import Heads
 from protocol.swarm.host import Host
 from protocol.swarm.limits import Limits
 from protocol.swarm.line import Line
+from protocol.swarm.log_notes import LogNotes
 from protocol.swarm.peers import PeerBook
 from protocol.swarm.shelf import Shelf
 from protocol.swarm.swarm import Swarm
@@ -31,7 +33,7 @@ from protocol.weights.cache import ChunkCache
 from protocol.weights.pool import SourcePool
 
 RUN_ID = "ab" * 16
-LEARNER = Identity(b"l" * 32)
+LEARNER, COORDINATOR = Identity(b"l" * 32), Identity(b"c" * 32)
 CLOCK = SystemClock()
 #: Nothing in these tests takes that long; what does is broken.
 PATIENCE_S = 30.0
@@ -52,6 +54,11 @@ def signed_head(version: int, *, signer: Identity = LEARNER, issued_at_ms: int =
         "issued_at_ms": issued_at_ms, "expires_at_ms": CLOCK.now_ms() + 600_000,
     }
     return CheckpointHead.model_validate(fields | changes).sign(signer)
+
+
+def signed_note(size: int, root: int = 0, *, signer: Identity = COORDINATOR) -> str:
+    """A head of the run's log, by the coordinator or by somebody else."""
+    return LogHead(origin_of(RUN_ID), size, bytes([root]) * 32).sign(signer)
 
 
 def limits(listen: str = "/ip4/127.0.0.1/tcp/0", **changes: Any) -> Limits:
@@ -86,9 +93,10 @@ class Member:
         self.source = source or CountingSource({})
         self.cache = ChunkCache(folder / seed)
         self.woken = threading.Event()
+        self.notes: list[str] = []  #: heads of the log that peers were shown
         self.swarm = Swarm(
             self.identity, RUN_ID, LEARNER.public_key.hex(), limits(**changes), self.cache.store, CLOCK,
-            on_head=self.woken.set,
+            on_head=self.woken.set, notes=LogNotes(COORDINATOR.public_key, RUN_ID, self.notes.append),
         )
         self.chunks = SwarmFirst(SourcePool([self.source], self.cache), self.swarm)
         self.swarm.start(wait=True)
@@ -145,7 +153,8 @@ class Rogue:
         book = PeerBook(self.id, CLOCK)
         heads = Heads(LEARNER.public_key.hex(), RUN_ID)
         self.host = Host(
-            self._identity, self._run_id, limits(), book, Shelf(_Nothing(), CLOCK), heads, CLOCK, lambda _: None
+            self._identity, self._run_id, limits(), book, Shelf(_Nothing(), CLOCK), heads, CLOCK, lambda _: None,
+            LogNotes(COORDINATOR.public_key, RUN_ID),
         )
         self.host.server.chunks = self._chunks or self.host.server.chunks  # type: ignore[method-assign, assignment]
         self.host.server.have = self._have or self.host.server.have  # type: ignore[method-assign, assignment]

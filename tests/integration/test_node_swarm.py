@@ -19,6 +19,7 @@ from node.weights import Weights
 from protocol.api import PeerRecord, PeersReply
 from protocol.clock import SystemClock
 from protocol.identity import Identity
+from protocol.log_head import LogHead, origin_of
 from protocol.store import DirectoryStore
 from protocol.swarm.announce import PeerAnnounce
 from protocol.swarm.swarm import Swarm
@@ -26,7 +27,7 @@ from tests.fakes.clock import FakeClock
 from tests.fakes.coordinator import RUN_ID as WORLD_RUN
 from tests.fakes.coordinator import World
 from tests.fakes.swarm import limits, until
-from tests.unit.node.office import FakeCoordinator, pool_of, state_of
+from tests.unit.node.office import COORDINATOR, FakeCoordinator, pool_of, state_of
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -134,3 +135,28 @@ def test_a_version_goes_from_the_store_to_one_node_and_from_there_to_the_next(tm
         two.membership.stop()
         gc.collect()
     assert two.membership.view()["running"] is False
+
+
+def test_nodes_tell_each_other_which_log_they_were_shown(tmp_path: Path) -> None:
+    office, meeting = FakeCoordinator(), Meeting()
+    office.publish(state_of(0))
+    one, two = (Node(tmp_path, name, office, meeting) for name in ("one", "two"))
+    heads = (LogHead(origin_of(office.run.run_id), size, bytes(32)).sign(COORDINATOR) for size in range(1, 1000))
+    said: list[str] = []
+    heard: list[str] = []
+
+    def arrived() -> bool:
+        said.append(next(heads))
+        one.membership.tell_note(said[-1])
+        heard.extend(note for note, _ in two.membership.heard.take())
+        return bool(heard)
+
+    try:
+        until(lambda: one.membership.connected == two.membership.connected == 1)
+        until(arrived)
+        assert set(heard) <= set(said)
+        assert one.membership.heard.take() == []
+    finally:
+        one.membership.stop()
+        two.membership.stop()
+        gc.collect()

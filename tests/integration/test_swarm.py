@@ -21,7 +21,7 @@ from protocol.messages import ChunkRef
 from protocol.swarm import ask, host, serve, wire
 from protocol.swarm.line import Line
 from protocol.swarm.wire import Answer, Status
-from tests.fakes.swarm import LEARNER, CountingSource, Member, Rogue, signed_head, until
+from tests.fakes.swarm import LEARNER, CountingSource, Member, Rogue, signed_head, signed_note, until
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -368,6 +368,36 @@ def test_a_head_that_gossip_lost_is_pulled(
     two.meet(one)
     until(lambda: two.swarm.heads.version == 5)
     assert two.woken.is_set()
+
+
+def test_what_one_node_was_shown_of_the_log_reaches_the_others(tmp_path: Path, closing: Close) -> None:
+    one, two, three = (closing(Member(tmp_path, name)) for name in ("one", "two", "three"))
+    one.meet(two)
+    two.meet(three)
+    three.swarm.tell_note(signed_note(5, 1))  # what the coordinator showed this one
+    sizes = iter(range(6, 1000))
+
+    def spread() -> bool:
+        one.swarm.tell_note(signed_note(next(sizes)))
+        return bool(three.notes)
+
+    until(spread)
+    assert two.notes[0] in {signed_note(5, 1), *map(signed_note, range(6, 1000))}
+    assert one.notes in ([], [signed_note(5, 1)])
+
+
+def test_a_forged_log_head_costs_the_one_who_passes_it_on(tmp_path: Path, closing: Close) -> None:
+    one, rogue = closing(Member(tmp_path, "one")), closing(Rogue("rogue"))
+    one.meet(rogue)
+    forged = signed_note(99, signer=LEARNER).encode()
+
+    def refused() -> bool:
+        rogue.do(lambda its: its.tell_note(forged))
+        return bool(one.peer(rogue)["dropped"])
+
+    until(refused)
+    assert one.peer(rogue)["dropped"].startswith("E_SIGNATURE")
+    assert one.notes == []
 
 
 def test_our_peer_ids_are_those_of_the_library(closing: Close) -> None:

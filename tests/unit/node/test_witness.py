@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from node.health import Health
-from node.witness import LogMemory, Witness
+from node.witness import Heard, LogMemory, Witness
 from protocol.errors import E_UNREACHABLE, PeerFault, Transient
 from protocol.identity import Identity
 from protocol.log_head import LogHead, origin_of
@@ -94,3 +94,69 @@ def test_the_worker_tells_troubles_and_goes_on(memory: LogMemory, log: FakeLog) 
     witness.round()
     assert "E_LOG_ROLLBACK" in str(witness.health.troubles())
     assert witness.health.ending is None
+
+
+# -- what others were shown ------------------------------------------------------------------------------
+
+
+def rounds(witness: Witness) -> list[str]:
+    """What stands in the status after three more looks."""
+    return [(witness.round(), str(witness.health.troubles()))[1] for _ in range(3)]
+
+
+@pytest.mark.parametrize("theirs", [["a"], ["a", "b"], ["a", "b", "c"]])
+def test_heads_of_the_same_log_are_no_trouble(memory: LogMemory, log: FakeLog, theirs: list[str]) -> None:
+    other, told, heard = FakeLog(), list[str](), Heard()
+    other.grow(*theirs)
+    log.grow("a", "b", "c")
+    witness = Witness(Health(FakeClock()), log, memory, heard=heard, tell=told.append)
+    heard.add(other.head())
+    assert rounds(witness) == ["[]"] * 3
+    assert told == [log.head()] * 3
+    assert heard.take() == []
+
+
+@pytest.mark.parametrize(
+    ("theirs", "code"),
+    [(["x"], "E_LOG_CONSISTENCY"), (["a", "x", "c"], "E_LOG_FORK"), (["a", "b", "c", "d"], "E_LOG_ROLLBACK")],
+)
+def test_two_logs_for_two_nodes_are_noticed_by_whoever_hears_of_both(
+    memory: LogMemory, log: FakeLog, theirs: list[str], code: str
+) -> None:
+    other, heard = FakeLog(), Heard()
+    other.grow(*theirs)
+    log.grow("a", "b", "c")
+    witness = Witness(Health(FakeClock()), log, memory, heard=heard)
+    heard.add(other.head())
+    assert code in rounds(witness)[-1]  # and it lasts
+    assert memory.conflict.read_text() == other.head()
+    assert code in rounds(Witness(Health(FakeClock()), log, memory))[-1]  # after a restart too
+
+
+def test_a_head_that_is_ahead_of_ours_is_compared_once_ours_is_as_long(memory: LogMemory, log: FakeLog) -> None:
+    other, heard = FakeLog(), Heard()
+    other.grow("a", "b", "c")
+    log.grow("a", "b")
+    witness = Witness(Health(FakeClock()), log, memory, heard=heard)
+    heard.add(other.head())
+    assert (witness.round(), witness.health.troubles()) == (60, [])
+    log.grow("c", "d")
+    assert rounds(witness) == ["[]"] * 3
+    assert not memory.conflict.exists()
+
+
+def test_heads_wait_while_the_coordinator_is_away_and_are_bounded(memory: LogMemory, log: FakeLog) -> None:
+    heard = Heard()
+    for size in range(100):
+        log.grow(str(size))
+        heard.add(log.head())
+    witness = Witness(Health(FakeClock()), log, memory, heard=heard)
+    log.away = True
+    witness.round()
+    waiting = heard.take()
+    assert [looks for _, looks in waiting] == [0] * 32
+    for note, looks in waiting:
+        heard.add(note, looks)
+    log.away = False
+    assert rounds(witness) == ["[]"] * 3
+    assert heard.take() == []
