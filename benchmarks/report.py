@@ -1,10 +1,11 @@
 """Run the benchmarks one after another and write what they measured beside what was to be reached.
 
-    python benchmarks/report.py [--quick] [--only NAME ...] [--out docs/benchmarks.md]
+    python benchmarks/report.py [--quick] [--only NAME ...] [--result NAME=FILE ...] [--out docs/benchmarks.md]
 
 Each benchmark is a process of its own, so that none inherits the caches or the threads of another. One that fails is
 reported with the end of what it said; the others still run. Results of a full run replace those in ``--out``; those of
-benchmarks left out by ``--only`` are kept as they stand there.
+benchmarks left out by ``--only`` are kept as they stand there. ``--result`` takes what a benchmark printed into a file
+when it was run by itself, say over night, instead of running it again; the day is then that of the file.
 
 Exit status: 0 every target is met, 1 one is missed or a benchmark failed, 2 bad usage.
 """
@@ -85,11 +86,17 @@ def measure(name: str, *, quick: bool) -> dict[str, Any]:
     lines = run.stdout.strip().splitlines()
     if run.returncode != 0 or not lines:
         return {"failed": (run.stderr.strip() or "printed nothing")[-600:]}
+    return last_line(run.stdout)
+
+
+def last_line(printed: str) -> dict[str, Any]:
+    """The result that a benchmark printed as its last line, or ``{"failed": why}``."""
+    line = (printed.strip().splitlines() or [""])[-1]
     try:
-        result = json.loads(lines[-1])
+        result = json.loads(line)
     except ValueError:
         result = None
-    return result if isinstance(result, dict) else {"failed": f"the last line is no JSON object: {lines[-1][:200]}"}
+    return result if isinstance(result, dict) else {"failed": f"the last line is no JSON object: {line[:200]}"}
 
 
 def look_up(result: Any, key: str) -> float | None:
@@ -101,9 +108,9 @@ def look_up(result: Any, key: str) -> float | None:
     return float(result) if isinstance(result, int | float) and not isinstance(result, bool) else None
 
 
-def section(name: str, result: dict[str, Any], *, quick: bool) -> tuple[str, bool]:
-    """The page's part about one benchmark, and whether every claim is met."""
-    day = datetime.now(UTC).date().isoformat()
+def section(name: str, result: dict[str, Any], *, quick: bool, at: datetime) -> tuple[str, bool]:
+    """The page's part about one benchmark, measured ``at`` a time, and whether every claim is met."""
+    day = at.date().isoformat()
     lines = [f"## {name}", f"`python benchmarks/{name}.py{' --quick' if quick else ''}`, {day}", ""]
     if "failed" in result:
         return "\n".join([*lines, "Failed:", "```", str(result["failed"]), "```", ""]), False
@@ -157,19 +164,37 @@ def main() -> int:
     known = [name for name in CLAIMS if (HERE / f"{name}.py").exists()]
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="measure the same things smaller, under a minute each")
-    parser.add_argument("--only", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
+    parser.add_argument("--only", nargs="+", choices=known, default=[], metavar="NAME", help=", ".join(known))
+    parser.add_argument(
+        "--result", action="append", default=[], type=_named_file, metavar="NAME=FILE",
+        help="what NAME printed when it was run by itself; only these are put in, unless --only is given too",
+    )
     parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "benchmarks.md", metavar="FILE")
     arguments = parser.parse_args()
+    given: dict[str, Path] = dict(arguments.result)
+    chosen = arguments.only or ([] if given else known)
     sections, all_met = kept_sections(arguments.out), True
-    for name in arguments.only:
+    for name in (name for name in known if name in chosen or name in given):
         print(f"{name} ...", flush=True)
-        sections[name], met = section(name, measure(name, quick=arguments.quick), quick=arguments.quick)
+        if name in given:
+            at = datetime.fromtimestamp(given[name].stat().st_mtime, UTC)
+            result = last_line(given[name].read_text(encoding="utf-8"))
+        else:
+            at, result = datetime.now(UTC), measure(name, quick=arguments.quick)
+        sections[name], met = section(name, result, quick=arguments.quick and name not in given, at=at)
         print(sections[name].split("```json")[0], flush=True)
         all_met &= met
         ordered = [sections[known_name] for known_name in CLAIMS if known_name in sections]
         arguments.out.write_text("\n".join([head(), *(part.rstrip() + "\n" for part in ordered)]), encoding="utf-8")
     print(f"written: {arguments.out}")
     return 0 if all_met else 1
+
+
+def _named_file(text: str) -> tuple[str, Path]:
+    name, _, path = text.partition("=")
+    if name not in CLAIMS or not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"expected NAME=FILE, a benchmark and a file that exists, got {text!r}")
+    return name, Path(path)
 
 
 if __name__ == "__main__":
