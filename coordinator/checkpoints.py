@@ -83,6 +83,7 @@ class Checkpoints:
         _require_equal("version", newest.version + 1 if newest else 0, manifest.version)
         _require_equal("parent_sha256", newest.sha256 if newest else None, manifest.parent_sha256)
         _require_equal("layout_sha256", self._run.manifest.model.layout_sha256, manifest.layout_sha256)
+        _require_equal("state_hash", self._run.manifest.model.state_hash, manifest.state_hash)
         if manifest.diff:
             _require_equal("base_root", newest.state_root if newest else None, manifest.base_root)
         if not manifest.diff and not manifest.anchor:
@@ -90,13 +91,12 @@ class Checkpoints:
 
 
 def chunks(envelope: Envelope) -> list[ChunkRef]:
-    """All chunks that a checkpoint manifest (unchecked) names.
+    """All objects that a checkpoint manifest (unchecked) names.
 
     Raises:
         PeerFault: ``E_JSON`` or ``E_SCHEMA``.
     """
-    manifest = CheckpointManifest.from_payload(envelope.payload)
-    return [*manifest.diff, *manifest.anchor]
+    return CheckpointManifest.from_payload(envelope.payload).objects
 
 
 def head(session: Session) -> Envelope:

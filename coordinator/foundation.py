@@ -154,7 +154,7 @@ def _model(founding: Founding, store: Store) -> ModelSpec:
     store.put(layout.to_bytes())
     files = {name: (founding.model / name).read_bytes() for name in MODEL_FILES if (founding.model / name).is_file()}
     return ModelSpec(
-        name=founding.preset.model, layout_sha256=layout.sha256,
+        name=founding.preset.model, layout_sha256=layout.sha256, state_hash=founding.preset.state_hash,
         files={name: store.put(data) for name, data in files.items()},
     )
 

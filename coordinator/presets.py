@@ -6,7 +6,7 @@ Everything an operator would otherwise have to decide stands here with its reaso
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -51,6 +51,8 @@ class Preset(_Frozen):
 
     name: str
     model: str  #: what ``learner init-model --preset`` is asked for
+    state_hash: Literal["sha-256", "blake3"] = "sha-256"
+    #: hash function of state roots; blake3 takes less than half the time, and its package on every machine of the run
     environments: tuple[Environment, ...]
     sampling: SamplingPreset
     batch: BatchRules

@@ -23,6 +23,7 @@ from protocol.errors import E_CONFIG, LocalFault
 from protocol.messages import RunManifest, SamplingRules
 from protocol.store import open_store
 from protocol.weights.layout import Layout, State
+from protocol.weights.state_root import usable_hash
 
 
 def assemble(places: Places, config: LearnerConfig, client: CoordinatorClient, manifest: RunManifest, clock: Clock,
@@ -41,6 +42,7 @@ def assemble(places: Places, config: LearnerConfig, client: CoordinatorClient, m
             expected=f"layout {manifest.model.layout_sha256}", got=f"layout {layout.sha256}",
             hint="give the folder that the run was made with",
         )
+    usable_hash(manifest.model.state_hash)
     journal = Journal(places.work)
     journal.write_run(client.run_manifest())
     journal.write_settings(config)

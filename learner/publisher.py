@@ -76,6 +76,7 @@ class Publisher:
         made = publish(
             self._store, self._identity, self._manifest.run_id, self._layout, previous, old, new,
             anchor=lambda diff_bytes: self._anchor_due(version, diff_bytes), clock=self._clock, beacon=self._beacon(),
+            state_hash=self._manifest.model.state_hash,
         )
         self.recall([made.manifest])
         if self._config.skips:

@@ -21,7 +21,7 @@ from protocol import bundle
 from protocol.errors import E_NOT_FOUND, LocalFault, code
 from protocol.messages import CheckpointManifest, RunManifest
 from protocol.store import Store
-from protocol.weights.state_root import state_root
+from protocol.weights.state_root import hash_named, state_root
 
 E_LEARNER_REPLAY = code("E_LEARNER_REPLAY", "a version made again from the record is not the one that was published")
 
@@ -90,8 +90,10 @@ class Replay:
         return self._compare(planned.plan.version, trainer, trainer.train_step(batch).skipped)
 
     def _compare(self, version: int, trainer: Trainer, skipped: str | None) -> ReplayedStep:
-        published = CheckpointManifest.from_payload(self._publication(version).manifest.payload).state_root
-        return ReplayedStep(version, published, state_root(trainer.layout, trainer.published_state()), skipped)
+        published = CheckpointManifest.from_payload(self._publication(version).manifest.payload)
+        hash_id = hash_named(published.state_hash)
+        replayed = state_root(trainer.layout, trainer.published_state(), hash_id=hash_id)
+        return ReplayedStep(version, published.state_root, replayed, skipped)
 
     def _trainer_for(self, planned: PlannedStep) -> Trainer:
         """The trainer as the step before left it, under the settings of this step."""

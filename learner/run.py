@@ -33,7 +33,7 @@ from protocol.messages import BatchGroup, BatchPlan, CheckpointManifest, RunMani
 from protocol.store import Store
 from protocol.weights.chain import PublishedVersion
 from protocol.weights.layout import State
-from protocol.weights.state_root import state_root
+from protocol.weights.state_root import hash_named, state_root
 
 logger = logging.getLogger(__name__)
 
@@ -197,8 +197,9 @@ class Learner:
         return Cursor(version, manifest.state_root, None if plan is None else plan_sha256(plan.plan))
 
     def _check_root(self, version: int) -> None:
-        expected = CheckpointManifest.from_payload(self._publication(version).manifest.payload).state_root
-        got = state_root(self.trainer.layout, self.trainer.published_state())
+        manifest = CheckpointManifest.from_payload(self._publication(version).manifest.payload)
+        hash_id, expected = hash_named(manifest.state_hash), manifest.state_root
+        got = state_root(self.trainer.layout, self.trainer.published_state(), hash_id=hash_id)
         if got != expected:
             raise LocalFault(
                 E_RESUME, f"the weights are not those published as version {version}", expected=expected, got=got,

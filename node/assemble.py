@@ -99,8 +99,8 @@ def check_run(run: RunManifest, clock: Clock) -> None:
     """Whether this node can take part in the run.
 
     Raises:
-        LocalFault: ``E_NODE_OUTDATED``, ``E_NODE_PROFILE``.
-        PeerFault: ``E_EXPIRED``.
+        LocalFault: ``E_NODE_OUTDATED``, ``E_NODE_PROFILE``, ``E_HASH_MISSING``.
+        PeerFault: ``E_EXPIRED``, ``E_HASH_UNKNOWN``.
     """
     check_protocol(run)
     if clock.now_ms() > run.expires_at_ms:

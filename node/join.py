@@ -15,6 +15,7 @@ from protocol.envelope import Envelope
 from protocol.errors import LocalFault, PeerFault, code
 from protocol.identity import Identity
 from protocol.messages import NodeHello, RunManifest
+from protocol.weights.state_root import usable_hash
 
 E_NODE_OUTDATED = code("E_NODE_OUTDATED", "this release speaks an older protocol than the run accepts")
 
@@ -39,8 +40,8 @@ def join(link: JoinLink, home: Home, client: CoordinatorClient, clock: Clock, *,
     """Make ``home`` the home of a node of the run the link names. Repeating it is harmless.
 
     Raises:
-        LocalFault: ``E_HOME``, ``E_KEY_FILE``, ``E_NODE_OUTDATED``.
-        PeerFault: the coordinator shows a run that the link's root key did not sign, or refuses us.
+        LocalFault: ``E_HOME``, ``E_KEY_FILE``, ``E_NODE_OUTDATED``, ``E_HASH_MISSING``.
+        PeerFault: ``E_HASH_UNKNOWN``; the coordinator shows a run that the link's root key did not sign, or refuses us.
         Transient: ``E_UNREACHABLE``.
     """
     envelope = client.run_manifest()
@@ -76,16 +77,18 @@ def greeting(run: RunManifest, identity: Identity, name: str, clock: Clock, *, t
 
 
 def check_protocol(run: RunManifest) -> None:
-    """Whether this release may take part.
+    """Whether this release may take part, and has what it takes.
 
     Raises:
-        LocalFault: ``E_NODE_OUTDATED``.
+        LocalFault: ``E_NODE_OUTDATED``, ``E_HASH_MISSING``.
+        PeerFault: ``E_HASH_UNKNOWN``.
     """
     if run.protocol_min > PROTOCOL_VERSION:
         raise LocalFault(
             E_NODE_OUTDATED, "the run needs a newer release", expected=f">= {run.protocol_min}", got=PROTOCOL_VERSION,
             hint="update Assay",
         )
+    usable_hash(run.model.state_hash)
 
 
 def _host_name(identity: Identity) -> str:

@@ -87,7 +87,8 @@ class Weights:
         self._newest, self._announced = -1, -1
         self._follower = CheckpointFollower(
             chunks.fetch, run.roles.learner, run.run_id, layout, manifests=published.checkpoints,
-            skips=published.skips, keep_versions=run.batch.max_lag_versions + 2, threads=threads,
+            skips=published.skips, state_hash=run.model.state_hash, keep_versions=run.batch.max_lag_versions + 2,
+            threads=threads,
         )
 
     # -- for the engine ----------------------------------------------------------------------------------

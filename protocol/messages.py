@@ -91,6 +91,7 @@ class ModelSpec(Part):
     layout_sha256: Hex32  #: names, shapes, dtypes of all tensors (docs/spec/weights.md)
     files: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")], Hex32]
     #: config.json, tokenizer.json, tokenizer_config.json ...: file name -> object in the store
+    state_hash: Name = "sha-256"  #: hash function of all state roots, by id: sha-256 or blake3
 
 
 class RunManifest(Message):
@@ -130,12 +131,19 @@ class CheckpointManifest(Message):
     version: Count
     parent_sha256: Hex32 | None  #: digest of the parent's manifest payload; None only for version 0
     layout_sha256: Hex32
+    state_hash: Name = "sha-256"  #: hash function of its roots and leaves, by id; the run's
     state_root: Hex32
     base_root: Hex32 | None  #: state root the diff applies to; None when there is no diff
     diff: list[ChunkRef]  #: from the parent's state; empty for version 0
     anchor: list[ChunkRef]  #: the whole state; empty unless this version is an anchor
+    leaves: ChunkRef | None = None  #: leaf list of the state, by which damage is located; nobody needs it to follow
     beacon: Hex32  #: fresh randomness, part of the seed of every rollout that starts at this version
     published_at_ms: Millis
+
+    @property
+    def objects(self) -> list[ChunkRef]:
+        """Everything it names in the store."""
+        return [*self.diff, *self.anchor, *([] if self.leaves is None else [self.leaves])]
 
 
 class CheckpointHead(Message):

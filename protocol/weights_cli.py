@@ -106,6 +106,11 @@ def verify(
     coordinator: CoordinatorOption, root: RootOption,
     first: Annotated[int, typer.Option("--from", help="First version to look at.")] = 0,
     deep: Annotated[bool, typer.Option("--deep", help="Rebuild every version and compare its root, too.")] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="Check this model folder or safetensors file instead, and say where it differs.")
+    ] = None,
+    version: Annotated[int | None, typer.Option(help="With --model: what it should be; default: any, or the newest.")]
+    = None,
     mirror: MirrorOption = None, cache: CacheOption = DEFAULT_CACHE, as_json: JsonOption = False,
 ) -> None:
     """Fetch every chunk and compare its hash; with --deep make every version and compare its root."""
@@ -113,6 +118,8 @@ def verify(
 
     bad, follower = 0, None
     with _catalogue(coordinator, root) as catalogue, _pool(coordinator, mirror, cache) as pool:
+        if model is not None:
+            raise typer.Exit(0 if _is_version(catalogue, pool, model, version, as_json) else 1)
         for link in catalogue.links[max(0, first):]:
             found = catalogue.damaged(pool, link.manifest)
             bad += len(found)
@@ -133,6 +140,39 @@ def verify(
     _say(as_json, {"versions": count, "deep": deep, "bad": bad},
          f"{count} versions, {'roots and ' if deep else ''}chunks checked: {bad or 'nothing'} bad")
     raise typer.Exit(1 if bad else 0)
+
+
+def _is_version(
+    catalogue: Catalogue, pool: SourcePool, model: Path, version: int | None, as_json: bool
+) -> bool:
+    """Whether the weights in a file or folder are those of a version; says which tensors and bytes are not.
+
+    Raises:
+        LocalFault: ``E_USAGE`` when there are none, or not of the run's layout.
+    """
+    from protocol.errors import E_USAGE, LocalFault
+    from protocol.weights.layout import read_safetensors
+
+    files = sorted(model.glob("*.safetensors")) if model.is_dir() else [model]
+    layout, state = read_safetensors(*files) if files else (None, {})
+    if layout is None or layout.entries != catalogue.layout.entries:
+        raise LocalFault(
+            E_USAGE, f"{model} holds no weights of this run", expected=f"layout {catalogue.layout.sha256}",
+            got="no *.safetensors" if layout is None else f"layout {layout.sha256}",
+        )
+    found = catalogue.compare(pool, state, version)
+    for place in found.damaged or []:
+        _say(as_json, {"tensor": place.tensor, "start": place.start, "end": place.end}, f"differs: {place}")
+    number, tensors = found.manifest.version, sorted({place.tensor for place in found.damaged or []})
+    if found.same:
+        words = f"{model} is version {number}, bit for bit"
+    elif found.damaged is None:
+        words = f"{model} is not version {number}, which has no leaf list to tell where"
+    else:
+        share = f"{len(tensors)} of {len(state)} tensors"
+        words = f"{model} is not version {number}: {share} differ or lie beside what does"
+    _say(as_json, {"version": number, "same": found.same, "root": found.root, "tensors": tensors}, words)
+    return found.same
 
 
 @app.command(epilog="Example: assay weights relay --coordinator http://127.0.0.1:8700 --root HEX --store dir:run/store")

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from protocol.envelope import Envelope
 from protocol.errors import PeerFault
 from protocol.messages import CheckpointManifest, RunManifest
-from protocol.weights.link import E_CHECKPOINT_LAYOUT, E_CHECKPOINT_MIX, Link, check_follows
+from protocol.weights.link import E_CHECKPOINT_LAYOUT, E_CHECKPOINT_MIX, Link, check_follows, check_hash
+from protocol.weights.state_root import HashId, hash_named
 
 
 class CheckpointBook:
@@ -23,6 +24,11 @@ class CheckpointBook:
     def newest(self) -> int:
         """Newest version in the book; -1 when it is empty."""
         return max(self._links, default=-1)
+
+    @property
+    def hash_id(self) -> HashId:
+        """The hash function of all its state roots."""
+        return hash_named(self._run.model.state_hash)
 
     def get(self, version: int) -> CheckpointManifest | None:
         """The manifest of a version, None when the book does not have it."""
@@ -46,8 +52,9 @@ class CheckpointBook:
         """Check manifests and take them in.
 
         Raises:
-            PeerFault: codes of ``Message.open``; ``E_CHECKPOINT_LAYOUT`` for another layout; ``E_CHECKPOINT_MIX`` for
-                a second manifest of a version or a parent that is not the version before. All are the learner's doing.
+            PeerFault: codes of ``Message.open``; ``E_CHECKPOINT_LAYOUT`` for another layout; ``E_CHECKPOINT_HASH`` for
+                another hash function; ``E_CHECKPOINT_MIX`` for a second manifest of a version or a parent that is not
+                the version before. All are the learner's doing.
         """
         for envelope in envelopes:
             manifest = CheckpointManifest.open(envelope, self._run.roles.learner, run_id=self._run.run_id)
@@ -60,6 +67,7 @@ class CheckpointBook:
                 E_CHECKPOINT_LAYOUT, f"version {link.version} is of another layout", expected=expected,
                 got=link.manifest.layout_sha256,
             )
+        check_hash(link, self._run.model.state_hash)
         known = self._links.get(link.version)
         if known is not None and known.digest != link.digest:
             raise PeerFault(

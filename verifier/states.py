@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from protocol.errors import LocalFault, code
-from protocol.messages import ChunkRef
+from protocol.messages import CheckpointManifest, ChunkRef
+from protocol.weights import damage
 from protocol.weights.cache import Fetch, verified_chunks
 from protocol.weights.diff import Undo, apply_patch, decode_anchor, decode_diff
-from protocol.weights.follower import E_STATE_ROOT
 from protocol.weights.layout import Layout, State
-from protocol.weights.state_root import state_root
+from protocol.weights.live import E_STATE_ROOT
+from protocol.weights.state_root import hash_named, leaf_list, root_of, state_root
 from verifier.checkpoints import CheckpointBook
 
 E_VERSION_MISSING = code("E_VERSION_MISSING", "the weights of a version cannot be had here")
@@ -88,7 +89,7 @@ class StateRing:
         self._redos.clear()
         self._state = decode_anchor(self._get(manifest.anchor), self._layout, manifest.anchor)
         self._version = anchor
-        self._check_root(anchor, manifest.state_root)
+        self._check_root(manifest)
 
     def _step(self) -> None:
         """Go one version forward, or stay as before when that fails."""
@@ -98,7 +99,7 @@ class StateRing:
         patch = decode_diff(self._layout, self._get(manifest.diff), manifest.diff)
         undo = apply_patch(self._layout, self._state, patch)
         try:
-            self._check_root(manifest.version, manifest.state_root)
+            self._check_root(manifest)
         except BaseException:
             undo.revert(self._state)
             raise
@@ -106,14 +107,18 @@ class StateRing:
         self._undos.append(undo)
         del self._undos[: -self._kept_undos or None]
 
-    def _check_root(self, version: int, expected: str) -> None:
-        if version in self._rooted:
+    def _check_root(self, manifest: CheckpointManifest) -> None:
+        if manifest.version in self._rooted:
             return
         assert self._state is not None
-        root = state_root(self._layout, self._state)
-        if root != expected:
-            raise LocalFault(E_STATE_ROOT, f"version {version} has another root", expected=expected, got=root)
-        self._rooted.add(version)
+        hash_id = hash_named(manifest.state_hash)
+        leaves = leaf_list(self._layout, self._state, hash_id=hash_id)
+        root = root_of(self._layout, leaves, hash_id)
+        if root != manifest.state_root:
+            where = damage.locate(self._layout, manifest, leaves, self._chunk)
+            what = f"version {manifest.version} has another root" + (f", differing in {where}" if where else "")
+            raise LocalFault(E_STATE_ROOT, what, expected=manifest.state_root, got=root)
+        self._rooted.add(manifest.version)
 
     def _get(self, refs: Sequence[ChunkRef]) -> list[bytes]:
         return list(verified_chunks(self._chunk, refs))
@@ -135,7 +140,7 @@ class Folders:
 
     def __init__(self, layout: Layout, book: CheckpointBook, loaded: Sequence[State], fallback: States | None = None):
         self._book, self._fallback = book, fallback
-        self._by_root = {state_root(layout, state): state for state in loaded}
+        self._by_root = {state_root(layout, state, hash_id=book.hash_id): state for state in loaded}
 
     def state(self, version: int) -> State:
         """The weights of ``version`` (see :class:`States`)."""

@@ -18,6 +18,7 @@ from protocol.weights.cache import ChunkCache
 from protocol.weights.layout import Layout
 from protocol.weights.pool import SourcePool
 from protocol.weights.sources import ChunkSource, HttpSource, source_at, source_of
+from protocol.weights.state_root import usable_hash
 from verifier.checkpoints import CheckpointBook
 from verifier.config import VerifierConfig
 from verifier.findings import Judgement, Report
@@ -163,8 +164,8 @@ def start(config: VerifierConfig, client: CoordinatorClient, identity: Identity,
     Leaving its context drops the connections to where its weights come from.
 
     Raises:
-        PeerFault: the manifest is not signed by the root key or is past its expiry.
-        LocalFault: ``E_WRONG_KEY`` when the run does not name our key; files cannot be had.
+        PeerFault: the manifest is not signed by the root key, is past its expiry, or names an unknown hash function.
+        LocalFault: ``E_HASH_MISSING``; ``E_WRONG_KEY`` when the run does not name our key; files cannot be had.
         Transient: the coordinator cannot be reached.
     """
     run = RunManifest.open(client.run_manifest(), config.root, now_ms=clock.now_ms())
@@ -173,6 +174,7 @@ def start(config: VerifierConfig, client: CoordinatorClient, identity: Identity,
             E_WRONG_KEY, "the run does not name this key as a verifier's", expected=", ".join(run.roles.verifiers),
             got=identity.public_key.hex(), hint="ask the operator, or pass the right file with --key",
         )
+    usable_hash(run.model.state_hash)
     fetch = client.fetch if config.store is None else open_store(config.store).get
     model_dir = fetch_model_files(run.model, config.work / "model", fetch)
     layout = Layout.from_bytes(fetch(run.model.layout_sha256))

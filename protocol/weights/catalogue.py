@@ -12,11 +12,13 @@ from typing import Final, Protocol
 from protocol.envelope import Envelope
 from protocol.errors import E_OBJECT_HASH, E_STORE, E_USAGE, AssayError, LocalFault, PeerFault
 from protocol.messages import CheckpointHead, CheckpointManifest, ChunkRef, RunManifest
+from protocol.weights.damage import Damage, damages, leaves_of
 from protocol.weights.follower import CheckpointFollower
-from protocol.weights.layout import Layout, write_safetensors
-from protocol.weights.link import Link, open_chain
+from protocol.weights.layout import Layout, State, write_safetensors
+from protocol.weights.link import Link, check_hash, open_chain
 from protocol.weights.pool import SourcePool
 from protocol.weights.skips import SKIP_EVERY, CheckpointSkip, FindSkips, announced_skips, index_name, read_announcement
+from protocol.weights.state_root import decode_leaves, leaf_list, root_of, usable_hash
 
 #: Manifests asked for at once.
 _WINDOW: Final = 500
@@ -44,6 +46,20 @@ class Teller(Protocol):
     def skips(self, name: str) -> bytes | None:
         """Announced skips by name."""
         ...
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A state beside a version."""
+
+    manifest: CheckpointManifest  #: of the version
+    root: str  #: of the state
+    damaged: list[Damage] | None  #: where they differ; None when they do and the version has no leaf list
+
+    @property
+    def same(self) -> bool:
+        """Whether they are the same, bit by bit."""
+        return self.root == self.manifest.state_root
 
 
 @dataclass(frozen=True)
@@ -77,6 +93,8 @@ class Catalogue:
                 break
             envelopes += window
         links = open_chain(envelopes, run.roles.learner, run.run_id, layout)
+        for link in links:
+            check_hash(link, run.model.state_hash)
         if [link.version for link in links] != list(range(head.version + 1)):
             raise PeerFault(
                 E_OBJECT_HASH, "not all versions were told of", expected=f"0 to {head.version}", got=len(links)
@@ -125,18 +143,40 @@ class Catalogue:
 
         return CheckpointFollower(
             pool.fetch, self.run.roles.learner, self.run.run_id, self.layout, manifests=manifests,
-            skips=self.teller.skips, keep_versions=0,
+            skips=self.teller.skips, state_hash=self.run.model.state_hash, keep_versions=0,
         )
 
     def damaged(self, pool: SourcePool, manifest: CheckpointManifest) -> list[tuple[ChunkRef, AssayError]]:
-        """The chunks of a version that cannot be had in one piece, and why."""
+        """The objects of a version that cannot be had in one piece, and why; a leaf list must lead to the root."""
         found = []
-        for ref in [*manifest.diff, *manifest.anchor]:
+        for ref in manifest.objects:
             try:
-                pool.fetch(ref.sha256, ref.size_bytes)
+                data = pool.fetch(ref.sha256, ref.size_bytes)
+                if ref == manifest.leaves:
+                    decode_leaves(self.layout, data, manifest.state_root)
             except AssayError as error:
                 found.append((ref, error))
         return found
+
+    def compare(self, pool: SourcePool, state: State, version: int | None = None) -> Comparison:
+        """Which version a state is, or where it differs from ``version`` (None: the newest), by that one's leaf list.
+
+        Raises:
+            LocalFault: ``E_STATE`` when it is not of the run's layout; ``E_USAGE``; ``E_HASH_MISSING``.
+            AssayError: the leaf list cannot be had or is wrong.
+        """
+        hash_id = usable_hash(self.run.model.state_hash)
+        leaves = leaf_list(self.layout, state, hash_id=hash_id)
+        root = root_of(self.layout, leaves, hash_id)
+        if version is None:
+            same = [manifest for manifest in self.manifests if manifest.state_root == root]
+            manifest = same[-1] if same else self.manifests[-1]
+        else:
+            manifest = self.manifest_at(version)
+        if manifest.state_root == root:
+            return Comparison(manifest, root, [])
+        expected = leaves_of(self.layout, manifest, pool.fetch)
+        return Comparison(manifest, root, None if expected is None else damages(self.layout, expected, leaves))
 
     def export(self, follower: CheckpointFollower, folder: Path) -> list[Path]:
         """Write what ``follower`` holds as a Hugging Face folder: the run's model files and ``model.safetensors``.

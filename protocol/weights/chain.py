@@ -16,12 +16,20 @@ from protocol.errors import LocalFault, code
 from protocol.identity import Identity
 from protocol.messages import CheckpointHead, CheckpointManifest, ChunkRef
 from protocol.store import Store
-from protocol.weights.chunk import chunk_output
+from protocol.weights.chunk import MAX_CHUNK_BYTES, chunk_output
 from protocol.weights.diff import encode_anchor, encode_diff
 from protocol.weights.follower import CheckpointFollower
 from protocol.weights.layout import Layout, State
 from protocol.weights.link import open_manifest
-from protocol.weights.state_root import state_root
+from protocol.weights.state_root import (
+    HashId,
+    encode_leaves,
+    hash_named,
+    leaf_list,
+    leaf_list_bytes,
+    root_of,
+    state_root,
+)
 
 __all__ = ["CheckpointFollower", "PublishedVersion", "open_manifest", "publish", "sign_head"]
 
@@ -55,30 +63,39 @@ def publish(
     anchor: bool | Callable[[int], bool],
     clock: Clock,
     beacon: str,
+    state_hash: str = "sha-256",
 ) -> PublishedVersion:
     """Write the chunks of ``new``, then its manifest. Announcing it (a head) is a separate step.
 
     ``anchor`` says whether to publish a whole anchor, too, or decides when told the bytes of the diff.
     ``old`` is the state that ``previous`` published, never what readers are believed to hold; version 0 has neither
-    and is always an anchor. Idempotent for equal arguments, apart from the time in the manifest.
+    and is always an anchor. ``state_hash`` is the hash function that the run's manifest names. Idempotent for equal
+    arguments, apart from the time in the manifest.
 
     Raises:
-        LocalFault: ``E_PUBLISH`` when ``old`` is not the published state; ``E_STATE``; the store's errors.
+        LocalFault: ``E_PUBLISH`` when ``old`` is not the published state; ``E_STATE``; ``E_HASH_MISSING``; the store's
+            errors.
+        PeerFault: ``E_HASH_UNKNOWN``.
     """
-    base_root = _check_base(layout, previous, old)
+    hash_id = hash_named(state_hash)
+    base_root = _check_base(layout, previous, old, hash_id)
     diff = [] if old is None else _put_all(store, encode_diff(layout, old, new))
     wanted = previous is None or (anchor(_total(diff)) if callable(anchor) else anchor)
     whole = _put_all(store, encode_anchor(layout, new)) if wanted else []
+    leaves = leaf_list(layout, new, hash_id=hash_id)
+    listed = _put_leaves(store, layout, leaves, hash_id)
     store.put(layout.to_bytes())
     manifest = CheckpointManifest(
         run_id=run_id,
         version=0 if previous is None else previous[0].version + 1,
         parent_sha256=None if previous is None else previous[1].digest,
         layout_sha256=layout.sha256,
-        state_root=state_root(layout, new),
+        state_hash=state_hash,
+        state_root=root_of(layout, leaves, hash_id),
         base_root=base_root,
         diff=diff,
         anchor=whole,
+        leaves=listed,
         beacon=beacon,
         published_at_ms=clock.now_ms(),
     )
@@ -98,14 +115,14 @@ def sign_head(
 
 
 def _check_base(
-    layout: Layout, previous: tuple[CheckpointManifest, Envelope] | None, old: State | None
+    layout: Layout, previous: tuple[CheckpointManifest, Envelope] | None, old: State | None, hash_id: HashId
 ) -> str | None:
     """Root of the state to diff against, which must be the one that was published."""
     if previous is None or old is None:
         if previous is not None or old is not None:
             raise LocalFault(E_PUBLISH, "a previous manifest and its state go together", expected="both or neither")
         return None
-    root = state_root(layout, old)
+    root = state_root(layout, old, hash_id=hash_id)
     if root != previous[0].state_root or layout.sha256 != previous[0].layout_sha256:
         raise LocalFault(
             E_PUBLISH, f"the base is not the published version {previous[0].version}",
@@ -119,6 +136,15 @@ def _put_all(store: Store, chunks: Sequence[bytes]) -> list[ChunkRef]:
         ChunkRef(sha256=store.put(chunk), size_bytes=len(chunk), max_output_bytes=chunk_output(chunk))
         for chunk in chunks
     ]
+
+
+def _put_leaves(store: Store, layout: Layout, leaves: Sequence[bytes], hash_id: HashId) -> ChunkRef | None:
+    """The leaf list as an object; None for a state so large that the list would not fit into a chunk."""
+    size = leaf_list_bytes(layout)
+    if size > MAX_CHUNK_BYTES:
+        return None
+    sha256 = store.put(encode_leaves(layout, leaves, hash_id))
+    return ChunkRef(sha256=sha256, size_bytes=size, max_output_bytes=size)
 
 
 def _total(refs: Sequence[ChunkRef]) -> int:

@@ -8,35 +8,31 @@ Not thread-safe: one caller at a time. Spec: ``docs/spec/weights.md``, "Followin
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from protocol.envelope import Envelope
-from protocol.errors import E_NOT_FOUND, AssayError, LocalFault, PeerFault, code
-from protocol.messages import CheckpointHead, CheckpointManifest, ChunkRef
+from protocol.errors import E_NOT_FOUND, AssayError, LocalFault, PeerFault
+from protocol.messages import CheckpointHead, CheckpointManifest
 from protocol.weights import snapshot
-from protocol.weights.cache import Fetch, verified_chunks
-from protocol.weights.diff import Undo, apply_patch, decode_anchor, decode_diff
-from protocol.weights.layout import Layout, State, copy_state
+from protocol.weights.cache import Fetch
+from protocol.weights.layout import Layout, State
 from protocol.weights.link import (
     E_CHECKPOINT_MIX,
     E_CHECKPOINT_ROLLBACK,
     Link,
     Manifests,
     check_follows,
+    check_hash,
     open_chain,
     walk_back,
 )
+from protocol.weights.live import E_NO_VERSION, E_STATE_DAMAGED, E_STATE_ROOT, LiveState
 from protocol.weights.skips import FindSkips
-from protocol.weights.state_root import damaged_leaves, leaf_list, root_of, tensors_under
 from protocol.weights.streams import E_CHUNK, E_CHUNK_LIMIT
 from protocol.weights.way import Step, Way, cheapest_way
-
-E_STATE_ROOT = code("E_STATE_ROOT", "a checkpoint's chunks do not make the state its manifest names")
-E_STATE_DAMAGED = code("E_STATE_DAMAGED", "our own copy of the weights changed since it was verified")
-E_NO_VERSION = code("E_NO_VERSION", "a version of the weights is not at hand and cannot be rebuilt")
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +41,6 @@ _MAX_LINKS: Final = 4096
 
 #: Faults of a skip that are its builder's doing.
 _RELAY_FAULTS: Final = frozenset({E_CHUNK, E_CHUNK_LIMIT, E_STATE_ROOT})
-
 
 
 class CheckpointFollower:
@@ -60,6 +55,7 @@ class CheckpointFollower:
         *,
         manifests: Manifests | None = None,
         skips: FindSkips | None = None,
+        state_hash: str | None = None,
         keep_versions: int = 8,
         keep_states: int = 2,
         threads: int = 2,
@@ -67,16 +63,15 @@ class CheckpointFollower:
         """Follow nothing yet.
 
         ``manifests`` is needed by :meth:`catch_up` and to rebuild old versions; ``skips`` finds announced skips.
+        ``state_hash`` is the hash function that the run's manifest names; None takes any, but the same all along.
         ``keep_versions`` undo logs and ``keep_states`` whole old states are kept for :meth:`state_at`. ``threads``
         hash the state.
         """
         self._fetch, self._key, self._run_id, self.layout = fetch, learner_key, run_id, layout
         self._manifests, self._skips, self._threads, self._keep_states = manifests, skips, threads, keep_states
-        self._state: State | None = None
-        self._link: Link | None = None
+        self._state_hash = state_hash
+        self._live = LiveState(layout, keep_versions=keep_versions, threads=threads)
         self._links: dict[int, Link] = {}
-        self._undo: deque[tuple[int, Undo]] = deque(maxlen=keep_versions)
-        self._leaves: list[bytes] = []  #: of the state held
         self._built: OrderedDict[int, State] = OrderedDict()
         self._head: tuple[CheckpointHead, Envelope] | None = None
         self._refused: set[str] = set()  #: relays whose skips were wrong
@@ -86,7 +81,7 @@ class CheckpointFollower:
     @property
     def version(self) -> int | None:
         """Version of the state held; None before the first."""
-        return None if self._link is None else self._link.version
+        return None if self._live.link is None else self._live.link.version
 
     @property
     def state(self) -> State:
@@ -94,19 +89,17 @@ class CheckpointFollower:
 
         Read only: they change in place when a version is applied.
         """
-        if self._state is None:
-            raise LocalFault(E_NO_VERSION, "no checkpoint has been followed yet")
-        return self._state
+        return self._live.held[1]
 
     @property
     def manifest(self) -> CheckpointManifest:
         """Manifest of the state held; ``E_NO_VERSION`` before the first."""
-        return self._held().manifest
+        return self._live.held[0].manifest
 
     @property
     def manifest_envelope(self) -> Envelope:
         """The same as the learner signed it; ``E_NO_VERSION`` before the first."""
-        return self._held().envelope
+        return self._live.held[0].envelope
 
     @property
     def head(self) -> CheckpointHead | None:
@@ -117,11 +110,6 @@ class CheckpointFollower:
         """Manifest of a version that was followed, if it is remembered."""
         link = self._links.get(version)
         return None if link is None else link.manifest
-
-    def _held(self) -> Link:
-        if self._link is None:
-            raise LocalFault(E_NO_VERSION, "no checkpoint has been followed yet")
-        return self._link
 
     # -- heads -------------------------------------------------------------------------------------------
 
@@ -177,7 +165,7 @@ class CheckpointFollower:
         span = self.plan(self.verify_head(head, now_ms))
         if span is None:
             return None
-        return self._way(self._walk_back(*span, past_anchors=self._link is not None))
+        return self._way(self._walk_back(*span, past_anchors=self._live.link is not None))
 
     def _walk_back(self, first: int, last: int, *, past_anchors: bool) -> list[Envelope]:
         if self._manifests is None:
@@ -210,6 +198,8 @@ class CheckpointFollower:
         """The cheapest way along checked manifests; None when the last of them is held."""
         links = open_chain(manifests, self._key, self._run_id, self.layout)
         for link in links:
+            if self._state_hash is not None:
+                check_hash(link, self._state_hash)
             known = self._digest_of(link.version)
             if known is not None and known != link.digest:
                 raise PeerFault(
@@ -218,9 +208,10 @@ class CheckpointFollower:
         fresh = [link for link in links if self.version is None or link.version > self.version]
         if not fresh:
             return None
-        if self._link is not None and fresh[0].version == self._link.version + 1:
-            check_follows(self._link, fresh[0])
-        return cheapest_way(fresh, self._link, self._skips, refused_relays=self._refused)
+        held = self._live.link
+        if held is not None and fresh[0].version == held.version + 1:
+            check_follows(held, fresh[0])
+        return cheapest_way(fresh, held, self._skips, refused_relays=self._refused)
 
     def follow(self, way: Way) -> bool:
         """The second half of :meth:`catch_up`: fetch and apply, step by step. True when the state moved.
@@ -242,7 +233,7 @@ class CheckpointFollower:
             relays.update([step.relay] if step.relay else [])
             rest = [link for link in way.fresh if self.version is None or link.version > self.version]
             try:
-                way = cheapest_way(rest, self._link, self._skips, refused_relays=relays, without=gone)
+                way = cheapest_way(rest, self._live.link, self._skips, refused_relays=relays, without=gone)
             except PeerFault:
                 raise error from None
 
@@ -252,9 +243,9 @@ class CheckpointFollower:
             before = self.version
             try:
                 if step.kind == "anchor":
-                    self._adopt(step.link, self._load_anchor(step.link))
+                    self._live.load_anchor(step.link, self._fetch)
                 else:
-                    self._apply(step.link, step.refs)
+                    self._live.apply(step.link, step.refs, self._fetch)
             except AssayError as error:
                 if error.code == E_STATE_DAMAGED or (step.relay is None and error.code != E_NOT_FOUND):
                     raise
@@ -262,69 +253,16 @@ class CheckpointFollower:
                     self._refused.add(step.relay)
                 logger.warning("a %s failed", step.kind, extra={"relay": step.relay, "detail": str(error)})
                 return step, error
+            self._remember(step.link)
             if step.kind != "anchor":
                 passed = (link for link in way.fresh if (before or 0) < link.version < step.link.version)
                 self._links.update((link.version, link) for link in passed)
         return None
 
-    def _apply(self, link: Link, refs: Sequence[ChunkRef]) -> None:
-        """Apply one diff or skip and keep it only if the root is right."""
-        state = self.state
-        before = self._held()
-        patch = decode_diff(self.layout, verified_chunks(self._fetch, refs), refs, threads=self._threads)
-        undo = Undo()
-        try:
-            undo = apply_patch(self.layout, state, patch, threads=self._threads)
-            leaves = self._check_root(link, state)
-        except BaseException as error:
-            undo.revert(state)
-            if isinstance(error, PeerFault):
-                self._check_own(before, state)
-            raise
-        self._undo.append((before.version, undo))
-        self._leaves = leaves
-        self._hold(link)
-
-    def _load_anchor(self, link: Link) -> State:
-        refs = link.manifest.anchor
-        state = decode_anchor(verified_chunks(self._fetch, refs), self.layout, refs)
-        self._leaves = self._check_root(link, state)
-        return state
-
-    def _adopt(self, link: Link, state: State) -> None:
-        """Replace the state by a verified one."""
-        self._state = state
-        self._undo.clear()
-        self._hold(link)
-
-    def _hold(self, link: Link) -> None:
-        self._link = self._links[link.version] = link
+    def _remember(self, link: Link) -> None:
+        self._links[link.version] = link
         while len(self._links) > _MAX_LINKS:
             del self._links[min(self._links)]
-
-    def _check_root(self, link: Link, state: State) -> list[bytes]:
-        """The leaves of ``state``, which must lead to the root of ``link``."""
-        leaves = leaf_list(self.layout, state, threads=self._threads)
-        root = root_of(self.layout, leaves)
-        if root != link.manifest.state_root:
-            raise PeerFault(
-                E_STATE_ROOT, f"version {link.version} has another root", expected=link.manifest.state_root, got=root
-            )
-        return leaves
-
-    def _check_own(self, link: Link, state: State) -> None:
-        """Before anybody is blamed: is our base still what it was?"""
-        leaves = leaf_list(self.layout, state, threads=self._threads)
-        root = root_of(self.layout, leaves)
-        if root != link.manifest.state_root:
-            known = self._leaves if len(self._leaves) == len(leaves) else leaves
-            damaged = [e.name for e in tensors_under(self.layout, damaged_leaves(known, leaves))]
-            where = f", around {', '.join(damaged[:3])}" if damaged else ""
-            raise LocalFault(
-                E_STATE_DAMAGED, f"our copy of version {link.version} changed{where}",
-                expected=link.manifest.state_root, got=root,
-                hint="load the checkpoint again; if it happens twice, check the memory",
-            )
 
     # -- older versions ----------------------------------------------------------------------------------
 
@@ -340,31 +278,23 @@ class CheckpointFollower:
         if self.version is None or version > self.version:
             raise LocalFault(E_NO_VERSION, f"version {version} is not here yet", got=f"newest is {self.version}")
         if version not in self._built:
-            recent = any(before == version for before, _ in self._undo)
-            self._built[version] = self._step_back(version) if recent else self._rebuild(version)
+            recent = self._live.reaches(version)
+            self._built[version] = self._live.back_to(version) if recent else self._rebuild(version)
             while len(self._built) > self._keep_states:
                 self._built.popitem(last=False)
         self._built.move_to_end(version)
         return self._built[version]
 
-    def _step_back(self, version: int) -> State:
-        state = copy_state(self.state)
-        for before, undo in reversed(self._undo):
-            undo.revert(state)
-            if before == version:
-                break
-        return state
-
     def _rebuild(self, version: int) -> State:
         """Follow the chain once more: from an older state that an undo log leads to, else from an anchor."""
         other = CheckpointFollower(
-            self._fetch, self._key, self._run_id, self.layout, skips=self._skips, keep_versions=0,
-            threads=self._threads,
+            self._fetch, self._key, self._run_id, self.layout, skips=self._skips,
+            state_hash=self._state_hash, keep_versions=0, threads=self._threads,
         )
         other._links = dict(self._links)
-        start = max((before for before, _ in self._undo if before < version), default=None)
+        start = self._live.last_before(version)
         if start is not None and start in self._links:
-            other._state, other._link = self._step_back(start), self._links[start]
+            other._live.adopt(self._links[start], self._live.back_to(start))
             other.advance(self._walk_back(start + 1, version, past_anchors=True))
         else:
             other.advance(self._walk_back(0, version, past_anchors=False))
@@ -379,7 +309,7 @@ class CheckpointFollower:
             LocalFault: ``E_NO_VERSION`` before the first; ``E_SNAPSHOT`` when it cannot be written.
         """
         head = None if self._head is None else self._head[1]
-        snapshot.write(path, self.layout, self.state, self._held().envelope, head)
+        snapshot.write(path, self.layout, self.state, self.manifest_envelope, head)
 
     def load(self, path: Path) -> bool:
         """Take up what :meth:`save` wrote, with every signature and the root checked again; False when there is none.
@@ -392,8 +322,10 @@ class CheckpointFollower:
         if saved is None:
             return False
         (link,) = open_chain([saved.manifest], self._key, self._run_id, self.layout)
-        self._check_own(link, saved.state)
-        self._adopt(link, saved.state)
+        if self._state_hash is not None:
+            check_hash(link, self._state_hash)
+        self._live.adopt(link, saved.state, self._live.check_own(link, saved.state, self._fetch))
+        self._remember(link)
         if saved.head is not None:
             self._head = (CheckpointHead.open(saved.head, self._key, run_id=self._run_id), saved.head)
         return True

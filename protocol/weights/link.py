@@ -11,11 +11,13 @@ from protocol.envelope import Envelope
 from protocol.errors import PeerFault, code
 from protocol.messages import CheckpointManifest
 from protocol.weights.layout import Layout
+from protocol.weights.state_root import hash_named, leaf_list_bytes
 
 E_CHECKPOINT_ROLLBACK = code("E_CHECKPOINT_ROLLBACK", "a checkpoint head is older than one already seen")
 E_CHECKPOINT_GAP = code("E_CHECKPOINT_GAP", "checkpoint manifests do not follow one another without a gap")
 E_CHECKPOINT_MIX = code("E_CHECKPOINT_MIX", "a checkpoint manifest belongs to another chain than the one followed")
 E_CHECKPOINT_LAYOUT = code("E_CHECKPOINT_LAYOUT", "a checkpoint is of another layout than the run's")
+E_CHECKPOINT_HASH = code("E_CHECKPOINT_HASH", "a checkpoint's roots are by another hash function than the run's")
 E_CHECKPOINT_MANIFEST = code("E_CHECKPOINT_MANIFEST", "a checkpoint manifest contradicts itself")
 
 #: Manifests of versions first to last, both included; may return anything, what it returns is checked.
@@ -50,7 +52,7 @@ def open_manifest(envelope: Envelope, learner_key: bytes | str, run_id: str, lay
 
     Raises:
         PeerFault: ``E_PAYLOAD_TYPE``, ``E_SIGNATURE``, ``E_JSON``, ``E_SCHEMA``, ``E_WRONG_RUN``,
-            ``E_CHECKPOINT_LAYOUT``, ``E_CHECKPOINT_MANIFEST``.
+            ``E_CHECKPOINT_LAYOUT``, ``E_HASH_UNKNOWN``, ``E_CHECKPOINT_MANIFEST``.
     """
     manifest = CheckpointManifest.open(envelope, learner_key, run_id=run_id)
     if manifest.layout_sha256 != layout.sha256:
@@ -58,6 +60,7 @@ def open_manifest(envelope: Envelope, learner_key: bytes | str, run_id: str, lay
             E_CHECKPOINT_LAYOUT, f"version {manifest.version} is of another layout", expected=layout.sha256,
             got=manifest.layout_sha256,
         )
+    hash_named(manifest.state_hash)
     first = manifest.version == 0
     if first != (manifest.parent_sha256 is None) or first != (manifest.base_root is None) or first == bool(
         manifest.diff
@@ -68,14 +71,32 @@ def open_manifest(envelope: Envelope, learner_key: bytes | str, run_id: str, lay
         )
     if first and not manifest.anchor:
         raise PeerFault(E_CHECKPOINT_MANIFEST, "version 0 is not an anchor", expected="anchor chunks")
+    if manifest.leaves is not None and manifest.leaves.size_bytes != leaf_list_bytes(layout):
+        raise PeerFault(
+            E_CHECKPOINT_MANIFEST, f"the leaf list of version {manifest.version} is not of this layout",
+            expected=f"{leaf_list_bytes(layout)} bytes", got=manifest.leaves.size_bytes,
+        )
     return Link(manifest, envelope)
+
+
+def check_hash(link: Link, run_hash: str) -> None:
+    """Refuse a checkpoint whose roots are by another hash function than the run's manifest names.
+
+    Raises:
+        PeerFault: ``E_CHECKPOINT_HASH``.
+    """
+    if link.manifest.state_hash != run_hash:
+        raise PeerFault(
+            E_CHECKPOINT_HASH, f"version {link.version} has roots by another hash function than the run",
+            expected=run_hash, got=link.manifest.state_hash,
+        )
 
 
 def check_follows(parent: Link, child: Link) -> None:
     """Refuse a ``child`` that is not the next version after ``parent``.
 
     Raises:
-        PeerFault: ``E_CHECKPOINT_GAP`` or ``E_CHECKPOINT_MIX``.
+        PeerFault: ``E_CHECKPOINT_GAP``, ``E_CHECKPOINT_MIX`` or ``E_CHECKPOINT_HASH``.
     """
     if child.version != parent.version + 1:
         raise PeerFault(
@@ -91,6 +112,7 @@ def check_follows(parent: Link, child: Link) -> None:
             E_CHECKPOINT_MIX, f"the diff of version {child.version} is for another state",
             expected=parent.manifest.state_root, got=child.manifest.base_root,
         )
+    check_hash(child, parent.manifest.state_hash)
 
 
 def open_chain(

@@ -41,9 +41,9 @@ def retention(
     keep = set(protected)
     rest: dict[str, int] = {}
     for manifest in manifests:
-        rest.update((ref.sha256, ref.size_bytes) for ref in [*manifest.diff, *manifest.anchor])
+        rest.update((ref.sha256, ref.size_bytes) for ref in manifest.objects)
         if manifest.version >= first:
-            keep.update(ref.sha256 for ref in manifest.anchor)
+            keep.update(ref.sha256 for ref in [*manifest.anchor, *([manifest.leaves] if manifest.leaves else [])])
         if manifest.version > first:
             keep.update(ref.sha256 for ref in manifest.diff)
     for skip in skips:

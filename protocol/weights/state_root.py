@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import LocalFault, PeerFault, code
-from protocol.weights.layout import Entry, Layout, check_state
+from protocol.weights.layout import Layout, check_state
 
 E_LEAVES = code("E_LEAVES", "a leaf list is malformed or is not that of the state root")
 E_HASH_MISSING = code("E_HASH_MISSING", "the package of a hash function is not installed")
+E_HASH_UNKNOWN = code("E_HASH_UNKNOWN", "a manifest names a hash function that this release does not know")
 
 #: Bytes of state under one leaf. Changing it changes every state root.
 LEAF_BYTES: Final = 2**20
@@ -32,10 +33,39 @@ _HASH_BYTES: Final = 32
 
 
 class HashId(IntEnum):
-    """The hash function of a tree. Runs use SHA-256; BLAKE3 is for those who agreed on it."""
+    """The hash function of a tree; a run's manifest names one for all its checkpoints."""
 
     SHA256 = 0
     BLAKE3 = 1
+
+
+#: Hash functions by their ids in manifests.
+HASH_NAMES: Final = {"sha-256": HashId.SHA256, "blake3": HashId.BLAKE3}
+
+
+def hash_named(name: str) -> HashId:
+    """The hash function that a manifest names.
+
+    Raises:
+        PeerFault: ``E_HASH_UNKNOWN``.
+    """
+    if name not in HASH_NAMES:
+        raise PeerFault(
+            E_HASH_UNKNOWN, "state roots by an unknown hash function", expected=" or ".join(HASH_NAMES), got=name,
+            hint="a newer release may know it",
+        )
+    return HASH_NAMES[name]
+
+
+def usable_hash(name: str) -> HashId:
+    """The same, once it is known to be installed here.
+
+    Raises:
+        PeerFault: ``E_HASH_UNKNOWN``. LocalFault: ``E_HASH_MISSING``.
+    """
+    hash_id = hash_named(name)
+    _new(hash_id, b"")
+    return hash_id
 
 
 class _Digest(Protocol):
@@ -91,14 +121,9 @@ def damaged_leaves(expected: Sequence[bytes], got: Sequence[bytes]) -> list[int]
     return [i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b]
 
 
-def tensors_under(layout: Layout, leaves: Sequence[int]) -> list[Entry]:
-    """The tensors that have bytes under any of these leaves, in canonical order."""
-    wanted = set(leaves)
-    return [
-        entry for entry in layout.entries
-        if entry.nbytes
-        and wanted.intersection(range(entry.offset // LEAF_BYTES, (entry.offset + entry.nbytes - 1) // LEAF_BYTES + 1))
-    ]
+def leaf_list_bytes(layout: Layout) -> int:
+    """Size of a leaf list of this layout."""
+    return _HEADER.size + _HASH_BYTES * _leaf_count(layout)
 
 
 def encode_leaves(layout: Layout, leaves: Sequence[bytes], hash_id: HashId = HashId.SHA256) -> bytes:

@@ -76,6 +76,7 @@ def test_three_roles_in_separate_terminals(tmp_path: Path, tiny_model: Path) -> 
         "coordinator", "init", str(run), "--preset", "tiny", "--model", str(tiny_model), "--port", str(port),
         "--max-versions", str(VERSIONS), "--set", "batch.groups_per_batch=8", "--set", "batch.group_size=4",
         "--set", "batch.samples_per_lease=4",
+        "--set", "state_hash=blake3",
     )
     link = (run / "link.txt").read_text().strip()
     assert link in founded
@@ -108,7 +109,21 @@ def test_three_roles_in_separate_terminals(tmp_path: Path, tiny_model: Path) -> 
         wait_until(lambda: learner.poll() is not None and node.poll() is not None, 150, "end of the run", tmp_path)
         assert (learner.returncode, node.returncode) == (0, 0)
         audit_one(url, run, home, root.group(1))
+        keep_a_version(role, tmp_path)
     assert (run / "coordinator.db").exists()
+
+
+def keep_a_version(role: list[str], directory: Path) -> None:
+    """Everything published is whole, and what a stranger exports is the newest version until a bit of it changes."""
+    out, cache = directory / "exported", ["--cache", str(directory / "cache")]
+    assert "nothing bad" in assay("weights", "verify", *role, "--deep", *cache)
+    assay("weights", "export", *role, "--out", str(out), *cache)
+    said = assay("weights", "verify", *role, "--model", str(out), *cache)
+    assert f"is version {VERSIONS}, bit for bit" in said
+    weights = bytearray((out / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (out / "model.safetensors").write_bytes(weights)
+    assert "differs: " in assay("weights", "verify", *role, "--model", str(out), *cache, status=1)
 
 
 def audit_one(url: str, run: Path, home: Path, root: str) -> None:

@@ -70,12 +70,13 @@ class FakeLearner:
     """Publishes random versions into a store and remembers every state."""
 
     def __init__(
-        self, store: Store | None = None, seed: int = 0, layout: Layout = LAYOUT, identity: Identity = LEARNER
+        self, store: Store | None = None, seed: int = 0, layout: Layout = LAYOUT, identity: Identity = LEARNER,
+        state_hash: str = "sha-256",
     ):
         self.rng = np.random.default_rng(seed)
         self.store: Store = MemoryStore() if store is None else store
         self.clock = FakeClock()
-        self.layout, self.identity = layout, identity
+        self.layout, self.identity, self.state_hash = layout, identity, state_hash
         self.first: State | None = None  #: the state of version 0; random bits by default
         self.states: list[State] = []
         self.manifests: list[CheckpointManifest] = []
@@ -93,6 +94,7 @@ class FakeLearner:
             self.store, self.identity, RUN_ID, self.layout,
             (self.manifests[-1], self.envelopes[-1]) if old is not None else None, old, new,
             anchor=anchor, clock=self.clock, beacon=self.rng.bytes(32).hex(),
+            state_hash=self.state_hash,
         )
         self.states.append(new)
         self.manifests.append(version.manifest)
@@ -121,6 +123,5 @@ class FakeLearner:
         """A follower of this learner that fetches from its store."""
         return CheckpointFollower(
             self.store.get, self.identity.public_key, RUN_ID, self.layout, manifests=self.list_manifests,
-            skips=self.store.announced,
-            keep_versions=keep_versions, threads=1,
+            skips=self.store.announced, state_hash=self.state_hash, keep_versions=keep_versions, threads=1,
         )

@@ -32,7 +32,9 @@ def manifest_of(learner: FakeLearner, files: dict[str, str] | None = None, max_l
     key = learner.identity.public_key.hex()
     return RunManifest(
         run_id=RUN_ID, name="a run", created_at_ms=0, expires_at_ms=2**50,
-        model=ModelSpec(name="tiny", layout_sha256=learner.layout.sha256, files=files or {}),
+        model=ModelSpec(
+            name="tiny", layout_sha256=learner.layout.sha256, files=files or {}, state_hash=learner.state_hash
+        ),
         environments=[Environment(name="sort", kind="sort")],
         sampling=SamplingRules(eos_token_ids=[1], vocab_size=64),
         batch=BatchRules(

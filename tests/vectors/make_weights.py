@@ -7,67 +7,20 @@ readers need not care, a diff is checked by what it decodes to.)
 
 from __future__ import annotations
 
-import hashlib
-import json
 import struct
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zstandard
 
 from protocol import canonical
-from protocol.envelope import Envelope
-from protocol.identity import Identity
-from protocol.messages import CheckpointHead, CheckpointManifest, ChunkRef
 from protocol.weights.chunk import Method, chunk_output
 from protocol.weights.diff import encode_anchor, encode_diff
 from protocol.weights.layout import Layout, State, copy_state
-from protocol.weights.state_root import leaf_list, root_of
+from protocol.weights.state_root import HASH_NAMES, leaf_list, root_of
 from protocol.weights.streams import Coder
-
-HERE = Path(__file__).parent
-ORIGIN = "tests/vectors/make_weights.py"
-LEARNER = Identity(hashlib.sha256(b"assay test vector: learner").digest())
-OTHER = Identity(hashlib.sha256(b"assay test vector: somebody else").digest())
-RUN_ID = "0123456789abcdef" * 2
-NOW_MS = 1_800_000_000_000
-
-SMALL = Layout.of({"bias": ("F32", (3,)), "embed": ("BF16", (4, 3)), "none": ("BF16", (0,)), "scale": ("F16", ())})
-
-
-def write(folder: str, name: str, value: dict[str, Any]) -> None:
-    (HERE / folder).mkdir(exist_ok=True)
-    text = json.dumps({"origin": ORIGIN, **value}, indent=1, sort_keys=True)
-    (HERE / folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-
-
-def hexed(state: State) -> dict[str, str]:
-    """Little-endian bytes of each tensor."""
-    return {name: array.tobytes().hex() for name, array in state.items()}
-
-
-def small_state() -> State:
-    """+-0, a subnormal, the largest number, infinity, NaNs among ordinary values."""
-    return {
-        "bias": np.array([0x3F800000, 0x80000000, 0x7FC00001], "<u4"),
-        "embed": np.array(
-            [0x0000, 0x8000, 0x0001, 0x3F80, 0xBF80, 0x3C23, 0xBC24, 0x7F7F, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF], "<u2"
-        ).reshape(4, 3),
-        "none": np.zeros(0, "<u2"),
-        "scale": np.array(0x3C00, "<u2"),
-    }
-
-
-def filled(layout: Layout) -> State:
-    """Byte i of the canonical state is byte i % 32 of SHA-256 of the 8-byte little-endian integer i // 32."""
-    blocks = -(-layout.nbytes // 32)
-    data = b"".join(hashlib.sha256(i.to_bytes(8, "little")).digest() for i in range(blocks))
-    return {
-        e.name: np.frombuffer(data, e.words, count=e.nbytes // e.words.itemsize, offset=e.offset).reshape(e.shape)
-        for e in layout.entries
-    }
-
+from tests.vectors.make_checkpoints import chains
+from tests.vectors.make_states import SMALL, filled, hexed, small_state, write
 
 # -- layout ----------------------------------------------------------------------------------------------
 
@@ -115,14 +68,59 @@ def state_roots() -> None:
     for name, words in (("one-leaf", 2**19), ("one-word-more", 2**19 + 1), ("five-leaves", 5 * 2**19 - 3)):
         layout = Layout.of({"a": ("BF16", (words - 1000,)), "b": ("BF16", (10, 100))})
         _root(name, layout, filled(layout), {"fill": filled.__doc__})
+    _root("small-blake3", SMALL, small_state(), {"state": hexed(small_state()), "state_hash": "blake3"})
+    _root("five-leaves-blake3", layout, filled(layout), {"fill": filled.__doc__, "state_hash": "blake3"})
 
 
 def _root(name: str, layout: Layout, state: State, how: dict[str, Any]) -> None:
-    leaves = leaf_list(layout, state)
+    hash_id = HASH_NAMES[how.get("state_hash", "sha-256")]
+    leaves = leaf_list(layout, state, hash_id=hash_id)
     write("state-root", name, {
         "layout": layout.to_bytes().decode(), **how, "leaves": [leaf.hex() for leaf in leaves],
-        "root": root_of(layout, leaves),
+        "root": root_of(layout, leaves, hash_id),
     })
+
+
+def leaf_lists() -> None:
+    """Written here field by field, as the page has them."""
+    layout = Layout.of({"a": ("BF16", (2**19 - 1000,)), "b": ("BF16", (11, 100))})
+    for name, hash_id in HASH_NAMES.items():
+        leaves = leaf_list(layout, filled(layout), hash_id=hash_id)
+        root = root_of(layout, leaves, hash_id)
+
+        def list_of(
+            magic: bytes = b"ASWL", version: int = 1, of: int = int(hash_id), layout_sha256: str = layout.sha256,
+            length: int = layout.nbytes, count: int = len(leaves), hashes: bytes = b"".join(leaves),
+        ) -> bytes:
+            about = struct.pack("<Q", length) + struct.pack("<I", count)
+            return magic + bytes([version, of]) + bytes.fromhex(layout_sha256) + about + hashes
+
+        def case(
+            title: str, data: bytes, error: str | None, root: str = root, name: str = name,
+            leaves: list[bytes] = leaves,
+        ) -> None:
+            write("leaf-list", title if error is None else f"{title}_fail", {
+                "layout": layout.to_bytes().decode(), "list": data.hex(), "root": root,
+                **({"error": error} if error else {"state_hash": name, "leaves": [leaf.hex() for leaf in leaves]}),
+            })
+
+        case(name, list_of(), None)
+        if name != "sha-256":
+            continue
+        both = b"".join(leaves)
+        case("magic", list_of(magic=b"ASWC"), "E_LEAVES")
+        case("version", list_of(version=2), "E_LEAVES")
+        case("unknown-hash", list_of(of=2), "E_LEAVES")
+        case("another-hash", list_of(of=1), "E_LEAVES")
+        case("another-layout", list_of(layout_sha256=SMALL.sha256), "E_LEAVES")
+        case("another-length", list_of(length=layout.nbytes - 2), "E_LEAVES")
+        case("another-count", list_of(count=1), "E_LEAVES")
+        case("a-leaf-too-few", list_of(count=1, hashes=both[:32]), "E_LEAVES")
+        case("truncated", list_of()[:-1], "E_LEAVES")
+        case("trailing-byte", list_of() + b"\0", "E_LEAVES")
+        case("swapped", list_of(hashes=both[32:] + both[:32]), "E_LEAVES")
+        case("another-root", list_of(), "E_LEAVES", "00" * 32)
+        case("empty", b"", "E_LEAVES")
 
 
 # -- diffs and anchors -----------------------------------------------------------------------------------
@@ -245,107 +243,10 @@ def bad_diffs() -> None:
         })
 
 
-# -- chains ----------------------------------------------------------------------------------------------
-
-
-def chains() -> None:
-    chain = _Chain()
-    states = [small_state()]
-    for v in range(3):
-        new = copy_state(states[-1])
-        new["embed"][v] += 1
-        new["bias"][v] ^= 1
-        states.append(new)
-    links = [chain.link(None, None, states[0], anchor=True)]
-    for v in range(1, 4):
-        links.append(chain.link(links[-1], states[v - 1], states[v], anchor=v == 2))
-    roots = [link[0].state_root for link in links]
-    envelopes = [link[1] for link in links]
-    head = chain.head(links[3])
-
-    def case(name: str, manifests: list[Envelope], given: Envelope, error: str | None, now_ms: int = NOW_MS) -> None:
-        write("checkpoint", name if error is None else f"{name}_fail", {
-            "learner_key": LEARNER.public_key.hex(), "run_id": RUN_ID, "layout": SMALL.to_bytes().decode(),
-            "now_ms": now_ms, "head": given.to_dict(), "manifests": [m.to_dict() for m in manifests],
-            "objects": chain.objects_of(manifests),
-            **({"error": error} if error else {"state_root": roots[-1], "new": hexed(states[-1])}),
-        })
-
-    case("chain", envelopes, head, None)
-    case("joiner", envelopes[2:], head, None)
-    case("expired-head", envelopes, head, "E_EXPIRED", NOW_MS + 3_600_000)
-    case("head-by-another", envelopes, chain.head(links[3], OTHER), "E_SIGNATURE")
-    case("head-of-another-run", envelopes, chain.head(links[3], run_id="00" * 16), "E_WRONG_RUN")
-    case("manifest-as-head", envelopes, envelopes[3], "E_PAYLOAD_TYPE")
-    case("head-names-another", envelopes, chain.head((links[3][0], envelopes[2])), "E_CHECKPOINT_MIX")
-    case("no-anchor", envelopes[1:2], chain.head(links[1]), "E_CHECKPOINT_GAP")
-    case("gap", [envelopes[0], *envelopes[2:]], head, "E_CHECKPOINT_GAP")
-    def lying(**about: int) -> dict[str, Any]:
-        return {"diff": [{**ref.model_dump(), **about} for ref in links[3][0].diff]}
-
-    for name, error, change in (
-        ("another-parent", "E_CHECKPOINT_MIX", {"parent_sha256": "00" * 32}),
-        ("another-base", "E_CHECKPOINT_MIX", {"base_root": "00" * 32}),
-        ("another-layout", "E_CHECKPOINT_LAYOUT", {"layout_sha256": "00" * 32}),
-        ("no-base", "E_CHECKPOINT_MANIFEST", {"base_root": None}),
-        ("wrong-root", "E_STATE_ROOT", {"state_root": "00" * 32}),
-        ("another-versions-diff", "E_STATE_ROOT", {"diff": [r.model_dump() for r in links[1][0].diff]}),
-        ("lying-size", "E_OBJECT_HASH", lying(size_bytes=9)),
-        ("lying-output", "E_CHUNK_LIMIT", lying(max_output_bytes=1)),
-    ):
-        bad = CheckpointManifest.model_validate({**links[3][0].model_dump(), **change})
-        signed = bad.sign(LEARNER)
-        case(name, [*envelopes[:3], signed], chain.head((bad, signed)), error)
-    case("manifest-by-another", [*envelopes[:3], links[3][0].sign(OTHER)], head, "E_SIGNATURE")
-    damaged = links[3][0].diff[0].sha256
-    chain.objects[damaged] = chain.objects[damaged][:-1] + bytes([chain.objects[damaged][-1] ^ 1])
-    case("one-bit", envelopes[2:], head, "E_OBJECT_HASH")
-
-
-class _Chain:
-    """Signs manifests with fixed times and keeps the objects they name."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-
-    def link(
-        self, parent: tuple[CheckpointManifest, Envelope] | None, old: State | None, new: State, *, anchor: bool
-    ) -> tuple[CheckpointManifest, Envelope]:
-        version = 0 if parent is None else parent[0].version + 1
-        manifest = CheckpointManifest(
-            run_id=RUN_ID, version=version, parent_sha256=None if parent is None else parent[1].digest,
-            layout_sha256=SMALL.sha256, state_root=root_of(SMALL, leaf_list(SMALL, new)),
-            base_root=None if parent is None else parent[0].state_root,
-            diff=[] if old is None else [self._put(c) for c in encode_diff(SMALL, old, new)],
-            anchor=[self._put(c) for c in encode_anchor(SMALL, new)] if anchor else [],
-            beacon=hashlib.sha256(b"beacon %d" % version).hexdigest(), published_at_ms=NOW_MS - 10_000 + version,
-        )
-        return manifest, manifest.sign(LEARNER)
-
-    def _put(self, chunk: bytes) -> ChunkRef:
-        sha256 = hashlib.sha256(chunk).hexdigest()
-        self.objects[sha256] = chunk
-        return ChunkRef(sha256=sha256, size_bytes=len(chunk), max_output_bytes=chunk_output(chunk))
-
-    def head(
-        self, link: tuple[CheckpointManifest, Envelope], identity: Identity = LEARNER, run_id: str = RUN_ID
-    ) -> Envelope:
-        return CheckpointHead(
-            run_id=run_id, version=link[0].version, manifest_sha256=link[1].digest, issued_at_ms=NOW_MS - 1000,
-            expires_at_ms=NOW_MS + 600_000,
-        ).sign(identity)
-
-    def objects_of(self, manifests: list[Envelope]) -> dict[str, str]:
-        refs = [
-            ref for envelope in manifests for m in [CheckpointManifest.from_payload(envelope.payload)]
-            for ref in m.diff + m.anchor
-        ]
-        return {ref.sha256: self.objects[ref.sha256].hex() for ref in refs}
-
-
 if __name__ == "__main__":
     layouts()
     state_roots()
+    leaf_lists()
     diffs()
     bad_diffs()
     chains()

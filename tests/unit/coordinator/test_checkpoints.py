@@ -34,7 +34,7 @@ def test_publishing_again_is_harmless(world: World) -> None:
     "change",
     [
         {"version": 3}, {"parent_sha256": sha("x")}, {"parent_sha256": None}, {"layout_sha256": sha("x")},
-        {"base_root": sha("x")}, {"diff": [], "anchor": []},
+        {"base_root": sha("x")}, {"state_hash": "blake3"}, {"diff": [], "anchor": []},
     ],
 )
 def test_a_checkpoint_that_does_not_follow_is_refused(world: World, change: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from coordinator.app import create_app, open_run
 from coordinator.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
 from coordinator.foundation import Founding, found
+from coordinator.preset_settings import with_settings
 from coordinator.presets import preset
 from protocol.errors import LocalFault, PeerFault
 from protocol.identity import Identity
@@ -35,6 +37,17 @@ def test_a_run_is_founded_whole(tmp_path: Path, founding: Founding, clock: FakeC
         assert stat.S_IMODE((tmp_path / "run" / name).stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_run_names_the_hash_of_its_state_roots(tmp_path: Path, founding: Founding, clock: FakeClock) -> None:
+    found(tmp_path / "one", founding, clock)
+    assert open_run(tmp_path / "one").manifest.model.state_hash == "sha-256"
+    blake3 = replace(founding, preset=with_settings(founding.preset, ["state_hash=blake3"]))
+    found(tmp_path / "two", blake3, clock)
+    assert open_run(tmp_path / "two").manifest.model.state_hash == "blake3"
+    with pytest.raises(LocalFault) as caught:
+        with_settings(founding.preset, ["state_hash=md5"])
+    assert "blake3" in str(caught.value.expected)
 
 
 def test_a_seed_makes_the_run_id_repeatable(tmp_path: Path, founding: Founding, clock: FakeClock) -> None:

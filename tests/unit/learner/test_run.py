@@ -14,6 +14,7 @@ from learner.run import E_RESUME
 from protocol.api import E_BATCH
 from protocol.errors import E_UNREACHABLE, LocalFault, PeerFault, Transient
 from protocol.store import DirectoryStore
+from protocol.weights.state_root import hash_named, state_root
 from tests.fakes.learning import (
     FakeCoordinator,
     Speaker,
@@ -135,6 +136,24 @@ def test_sparse_resume_points_are_made_up_from_the_journal(model_dir, stock, und
         first.run(2)
     make_learner(tmp_path, model_dir, store, client, config=config).run(STEPS)
     assert client.roots() == undisturbed
+
+
+def test_a_run_by_blake3_resumes_to_the_same_bytes(model_dir, stock, undisturbed, tmp_path):
+    store, pool = stock
+    manifest = run_manifest(load_model(model_dir)[0])
+    manifest = manifest.model_copy(update={"model": manifest.model.model_copy(update={"state_hash": "blake3"})})
+    client = FakeCoordinator(groups=pool.groups)
+    config = LearnerConfig.model_validate({"optim": {"lr": 1e-2}, "process": {"checkpoint_every_versions": 100}})
+    first = make_learner(tmp_path, model_dir, store, client, config=config, manifest=manifest)
+    first.points.save = lambda *_: (_ for _ in ()).throw(Killed)
+    with pytest.raises(Killed):
+        first.run(2)
+    again = make_learner(tmp_path, model_dir, store, client, config=config, manifest=manifest)
+    again.run(STEPS)  # versions 1 and 2 are made again, and their roots compared
+    roots = {"sha-256": undisturbed, "blake3": client.roots()}
+    assert len(set(roots["sha-256"] + roots["blake3"])) == 2 * (STEPS + 1)
+    for name, told in roots.items():
+        assert state_root(again.trainer.layout, again.trainer.published_state(), hash_id=hash_named(name)) == told[-1]
 
 
 def test_a_damaged_resume_point_falls_back_to_an_older_one(model_dir, stock, undisturbed, tmp_path):

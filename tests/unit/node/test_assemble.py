@@ -95,6 +95,22 @@ def test_a_run_that_the_link_does_not_name_is_not_joined(tmp_path: Path, link: J
     assert not home.joined
 
 
+def test_a_run_by_a_hash_that_is_unknown_or_missing_here_is_not_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    for name, code in (("md5", "E_HASH_UNKNOWN"), ("blake3", "E_HASH_MISSING")):
+        run = run_manifest()
+        run = run.model_copy(update={"model": run.model.model_copy(update={"state_hash": name})})
+        home, office = Home(tmp_path / name), FakeCoordinator(run)
+        client: Any = office
+        with pytest.raises(AssayError) as caught:
+            join(LINK, home, client, SystemClock())
+        assert caught.value.code == code
+        assert caught.value.hint
+        assert not home.joined
+
+
 def cli(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(arguments))
     return result.exit_code, result.output

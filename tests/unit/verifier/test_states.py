@@ -21,11 +21,11 @@ from verifier.checkpoints import CheckpointBook
 from verifier.states import Folders, StateRing
 
 
-def _run(layout_sha256: str = LAYOUT.sha256) -> RunManifest:
+def _run(layout_sha256: str = LAYOUT.sha256, state_hash: str = "sha-256") -> RunManifest:
     key = LEARNER.public_key.hex()
     return RunManifest(
         run_id=RUN_ID, name="states", created_at_ms=0, expires_at_ms=2**50,
-        model=ModelSpec(name="none", layout_sha256=layout_sha256, files={}),
+        model=ModelSpec(name="none", layout_sha256=layout_sha256, files={}, state_hash=state_hash),
         environments=[Environment(name="sort", kind="sort")],
         sampling=SamplingRules(eos_token_ids=[1], vocab_size=64),
         batch=BatchRules(groups_per_batch=1, group_size=2, samples_per_lease=1, max_lag_versions=1),
@@ -101,6 +101,33 @@ def test_a_wrong_root_leaves_the_ring_usable(learner):
         ring.state(3)
     del book.get
     assert same_bits(ring.state(3), learner.states[3])
+
+
+def test_a_wrong_state_is_located_by_the_leaf_list():
+    learner = FakeLearner(seed=5)
+    learner.publish_many(2)
+    book = CheckpointBook(_run())
+    book.add(learner.envelopes)
+    honest = learner.manifests[0]
+    manifest = honest.model_copy(update={
+        "state_root": learner.manifests[1].state_root, "leaves": learner.manifests[1].leaves,
+    })
+    book.get = lambda version: manifest
+    with pytest.raises(LocalFault, match=r"differing in embed\.weight bytes 0 to \d+"):
+        StateRing(LAYOUT, book, learner.store.get).state(0)
+
+
+def test_roots_by_blake3():
+    learner = FakeLearner(seed=6, state_hash="blake3")
+    learner.publish_many(5, anchor_every=3)
+    book = CheckpointBook(_run(state_hash="blake3"))
+    book.add(learner.envelopes)
+    ring = StateRing(LAYOUT, book, learner.store.get)
+    for version in (4, 1, 3, 0):
+        assert same_bits(ring.state(version), learner.states[version])
+    assert same_bits(Folders(LAYOUT, book, [learner.states[2]]).state(2), learner.states[2])
+    with pytest.raises(PeerFault, match="E_CHECKPOINT_HASH"):
+        CheckpointBook(_run()).add(learner.envelopes)
 
 
 def test_folders_are_found_by_root(learner):

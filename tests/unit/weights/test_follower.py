@@ -15,7 +15,7 @@ from protocol.errors import AssayError, LocalFault, PeerFault, Transient
 from protocol.identity import Identity
 from protocol.messages import CheckpointManifest, ChunkRef
 from protocol.store import CachedFetch, DirectoryStore
-from protocol.weights import follower as follower_module
+from protocol.weights import live
 from protocol.weights.chain import publish, sign_head
 from protocol.weights.diff import encode_anchor, encode_diff
 from protocol.weights.follower import CheckpointFollower
@@ -371,7 +371,7 @@ def test_an_interrupt_while_hashing_rolls_back(
     def interrupted(*args: object, **options: object) -> str:
         raise error
 
-    monkeypatch.setattr(follower_module, "leaf_list", interrupted)
+    monkeypatch.setattr(live, "leaf_list", interrupted)
     with pytest.raises(error):
         follower.advance([forged(learner, 4, anchor=[])])
     monkeypatch.undo()
@@ -466,7 +466,7 @@ def test_publishing_writes_chunks_before_the_manifest(learner: FakeLearner, monk
     monkeypatch.setattr(learner.store, "put", recorded)
     envelope = learner.publish(anchor=True)
     manifest = learner.manifests[-1]
-    assert order[:-2] == [ref.sha256 for ref in manifest.diff + manifest.anchor]
+    assert order[:-2] == [ref.sha256 for ref in manifest.objects]
     assert order[-1] == hashlib.sha256(envelope.to_bytes()).hexdigest()
 
 

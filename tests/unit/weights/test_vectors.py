@@ -16,7 +16,7 @@ from protocol.messages import ChunkRef
 from protocol.weights.diff import apply_patch, decode_anchor, decode_diff, encode_anchor, encode_diff
 from protocol.weights.follower import CheckpointFollower
 from protocol.weights.layout import Layout, State
-from protocol.weights.state_root import leaf_list, root_of
+from protocol.weights.state_root import decode_leaves, encode_leaves, hash_named, leaf_list, root_of
 from tests.fakes.checkpoints import same_bits
 
 _VECTORS = Path(__file__).resolve().parents[2] / "vectors"
@@ -47,8 +47,9 @@ def _filled(layout: Layout) -> State:
 
 
 def test_there_are_cases() -> None:
-    counts = {folder: len(_cases(folder)) for folder in ("layout", "state-root", "weight-diff", "checkpoint")}
-    assert counts == {"layout": 14, "state-root": 5, "weight-diff": 48, "checkpoint": 19}
+    counts = {folder: len(_cases(folder)) for folder in
+              ("layout", "state-root", "leaf-list", "weight-diff", "checkpoint")}
+    assert counts == {"layout": 14, "state-root": 7, "leaf-list": 15, "weight-diff": 48, "checkpoint": 25}
 
 
 @pytest.mark.parametrize("path", _cases("layout"))
@@ -69,9 +70,25 @@ def test_state_root(path: Path) -> None:
     case, _ = _load(path)
     layout = Layout.from_bytes(case["layout"].encode())
     state = _state(layout, case["state"]) if "state" in case else _filled(layout)
-    leaves = leaf_list(layout, state)
+    hash_id = hash_named(case.get("state_hash", "sha-256"))
+    leaves = leaf_list(layout, state, hash_id=hash_id)
     assert [leaf.hex() for leaf in leaves] == case["leaves"]
-    assert root_of(layout, leaves) == case["root"]
+    assert root_of(layout, leaves, hash_id) == case["root"]
+
+
+@pytest.mark.parametrize("path", _cases("leaf-list"))
+def test_leaf_list(path: Path) -> None:
+    case, error = _load(path)
+    layout, data = Layout.from_bytes(case["layout"].encode()), bytes.fromhex(case["list"])
+    if error:
+        with pytest.raises(PeerFault) as caught:
+            decode_leaves(layout, data, case["root"])
+        assert caught.value.code == error
+        return
+    hash_id, leaves = decode_leaves(layout, data, case["root"])
+    assert hash_id == hash_named(case["state_hash"])
+    assert [leaf.hex() for leaf in leaves] == case["leaves"]
+    assert encode_leaves(layout, leaves, hash_id) == data
 
 
 @pytest.mark.parametrize("path", _cases("weight-diff"))
@@ -105,7 +122,8 @@ def test_checkpoint(path: Path) -> None:
     case, error = _load(path)
     layout = Layout.from_bytes(case["layout"].encode())
     follower = CheckpointFollower(
-        lambda sha256, size: bytes.fromhex(case["objects"][sha256]), case["learner_key"], case["run_id"], layout
+        lambda sha256, size: bytes.fromhex(case["objects"][sha256]), case["learner_key"], case["run_id"], layout,
+        state_hash=case.get("state_hash"),
     )
 
     def follow() -> None:

@@ -12,10 +12,13 @@ from typer.testing import CliRunner, Result
 
 from protocol.errors import AssayError
 from protocol.identity import Identity
+from protocol.messages import ChunkRef
 from protocol.store import DirectoryStore
-from protocol.weights.layout import read_safetensors
+from protocol.weights.diff import encode_diff
+from protocol.weights.layout import copy_state, read_safetensors, write_safetensors
 from protocol.weights.progress import Progress
 from protocol.weights.skips import SkipMaker, index_name
+from protocol.weights.state_root import LEAF_BYTES
 from protocol.weights_cli import app
 from tests.fakes.checkpoints import LEARNER, RUN_ID, FakeLearner, same_bits
 from tests.fakes.clock import FakeClock
@@ -30,11 +33,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture
-def office(tmp_path: Path, model: Path) -> Iterator[Office]:
+@pytest.fixture(params=["sha-256"])
+def office(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Iterator[Office]:
     """A tiny real model, twelve versions of it, anchors at 0, 5 and 10, and a relay."""
     layout, state = load_model(model)
-    learner = FakeLearner(DirectoryStore(tmp_path / "store"), layout=layout)
+    learner = FakeLearner(DirectoryStore(tmp_path / "store"), layout=layout, state_hash=request.param)
     learner.first = state
     maker = SkipMaker(learner.store, LEARNER, RUN_ID, layout)
     for version in range(12):
@@ -94,6 +97,65 @@ def test_verify_finds_what_is_missing_and_what_is_damaged(office: Office, tmp_pa
     *found, last = lines(bad)
     assert [(row["version"], row["code"]) for row in found] == [(3, "E_NOT_FOUND"), (7, "E_OBJECT_HASH")]
     assert last == {"versions": 12, "deep": False, "bad": 2}
+
+
+@pytest.mark.parametrize("office", ["sha-256", "blake3"], indirect=True)
+def test_verify_says_which_tensors_of_a_model_are_damaged(office: Office, tmp_path: Path) -> None:
+    out, cache = tmp_path / "out", ["--cache", str(tmp_path / "cache")]
+    assert call(office, "export", "--out", str(out), "--version", "7", *cache).exit_code == 0
+    place = ["--model", str(out), "--json", *cache]
+    good = call(office, "verify", *place)
+    assert good.exit_code == 0
+    assert [(row["version"], row["same"]) for row in lines(good)] == [(7, True)]
+    layout, state = read_safetensors(out / "model.safetensors")
+    last = layout.entries[-1]
+    state = copy_state(state)
+    state[last.name].reshape(-1)[-1] ^= 1
+    write_safetensors(out / "model.safetensors", layout, state)
+    bad = call(office, "verify", *place, "--version", "7")
+    assert bad.exit_code == 1
+    *places, said = lines(bad)
+    leaf = (layout.nbytes - 1) // LEAF_BYTES * LEAF_BYTES
+    under = [entry for entry in layout.entries if entry.offset + entry.nbytes > leaf and entry.nbytes]
+    assert [row["tensor"] for row in places] == [entry.name for entry in under]
+    assert places[-1] == {"tensor": last.name, "start": max(0, leaf - last.offset), "end": last.nbytes}
+    assert (said["version"], said["same"], said["tensors"]) == (7, False, sorted(entry.name for entry in under))
+    words = call(office, "verify", "--model", str(out / "model.safetensors"), "--version", "7", *cache)
+    assert f"differs: {last.name} bytes" in words.stdout
+    assert "is not version 7" in words.stdout
+    other = call(office, "verify", "--model", str(tmp_path))
+    assert isinstance(other.exception, AssayError)
+    assert other.exception.code == "E_USAGE"
+
+
+@pytest.mark.parametrize("office", ["blake3"], indirect=True)
+def test_a_run_by_blake3_is_verified_and_exported(office: Office, tmp_path: Path) -> None:
+    cache = ["--cache", str(tmp_path / "cache")]
+    assert call(office, "verify", "--deep", *cache).exit_code == 0
+    assert call(office, "export", "--out", str(tmp_path / "out"), *cache).exit_code == 0
+    assert same_bits(read_safetensors(tmp_path / "out" / "model.safetensors")[1], office.learner.states[-1])
+    leaves = office.learner.manifests[4].leaves
+    assert leaves is not None
+    office.learner.store.delete(leaves.sha256)
+    bad = call(office, "verify", "--json", "--cache", str(tmp_path / "other"))
+    assert [(row["version"], row["code"]) for row in lines(bad)[:-1]] == [(4, "E_NOT_FOUND")]
+
+
+def test_a_damaged_version_is_located_by_verify_deep(office: Office, tmp_path: Path) -> None:
+    learner = office.learner
+    wrong = copy_state(learner.states[-1])
+    name = learner.layout.entries[0].name
+    wrong[name].reshape(-1)[0] ^= 1
+    learner.publish(density=0.001)
+    chunks = encode_diff(learner.layout, learner.states[-2], wrong)
+    refs = [ChunkRef(sha256=learner.store.put(c), size_bytes=len(c), max_output_bytes=2**20) for c in chunks]
+    lie = learner.manifests[-1].model_copy(update={"diff": refs})
+    learner.manifests[-1], learner.envelopes[-1] = lie, lie.sign(LEARNER)
+    bad = call(office, "verify", "--deep", "--json", "--from", "11", "--cache", str(tmp_path / "cache"))
+    assert bad.exit_code == 1
+    row = lines(bad)[0]
+    assert (row["version"], row["code"]) == (12, "E_STATE_ROOT")
+    assert f"{name} bytes 0 to " in str(row["why"])
 
 
 def test_gc_deletes_only_when_told_and_only_what_nobody_needs(office: Office, tmp_path: Path) -> None:
