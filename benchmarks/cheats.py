@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from benchmarks.real_rollouts import BEACON, RUN_ID, OneVersion, Workload
 from node import torch_engine
-from node.drill import BestOfN, EditedAnswer
+from node.drill import BestOfN, EditedAnswer, exchanged
 from node.engine import Engine, Request
 from node.torch_engine import TorchEngine
-from protocol.head import MAX_CODE
+from protocol.head import MAX_CODE, offsets
 from protocol.messages import SamplingRules
 from protocol.rollout import NO_CODE, Rollout, prompt_digest, rollout_seed
 from protocol.sampler_torch import BatchDraw, sample_batch
+from protocol.tokenizer import Tokenizer
 from protocol.weights.layout import State
 
 #: Changes a loaded model in place.
@@ -148,9 +149,33 @@ def best_of_n(engine: Engine, rules: SamplingRules) -> Engine:
     return BestOfN(engine, rules)
 
 
-def edited(engine: Engine, rules: SamplingRules) -> Engine:
-    """One token near the end exchanged, the rest regenerated."""
-    return EditedAnswer(engine, rules)
+class EditedDigit(EditedAnswer):
+    """Exchanges the last digit that has another one in its head, where there is none any token, and goes on."""
+
+    digits: frozenset[int] = frozenset()
+
+    def _cut(self, rollout: Rollout) -> Rollout | None:
+        starts = offsets(rollout)
+        for position in range(len(rollout) - 2, -1, -1):
+            token = int(rollout.tokens[position])
+            if token in self.digits:
+                head = rollout.head_ids[starts[position] :][: rollout.head_lengths[position]].tolist()
+                other = next((entry for entry in head if entry in self.digits and entry != token), None)
+                if other is not None:
+                    return exchanged(rollout, position, other)
+        return super()._cut(rollout)
+
+
+def edited_digit(tokenizer: Tokenizer) -> Around:
+    """One digit near the end exchanged, the rest regenerated."""
+    found = [tokenizer.encode(str(digit)) for digit in range(10)]
+
+    def around(engine: Engine, rules: SamplingRules) -> Engine:
+        editor = EditedDigit(engine, rules)
+        editor.digits = frozenset(ids[-1] for ids in found)
+        return editor
+
+    return around
 
 
 # -- weights and arithmetic ----------------------------------------------------------------------------------

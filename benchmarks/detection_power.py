@@ -1,66 +1,52 @@
 """How many tokens of a cheat it takes to see it: Assay and TOPLOC side by side on the same rollouts.
 
-Both look at honest rollouts first and then at each cheat, with the same rule. Tokens to detect are those needed for
-power .99 at a false-alarm chance of 1e-4. *Measured*: every rollout of the cheat is beyond a limit by then (T1 has no
-tolerance and no false alarms; T2 limits are those of the profile, an order of magnitude above every honest value;
-TOPLOC's are the published ones). *Extrapolated*, marked so: where only a share of the rollouts is beyond a limit (a
-cheat may leave a rollout as it would have been), ln(.01) / ln(1 - share) rollouts; and where limits do not decide, a
-sum: means and deviations of the statistic under honesty and under the cheat, taken as normal, give
-n = ((z(1 - 1e-4) + z(.99)) / separation)^2. Whichever is fewer counts. A cheat that does not move the statistic
-significantly is never detected.
+SmolLM2-135M on GSM8K questions in full runs, the warmed-up tiny model in quick ones. Rollouts are made by the node's
+own engine with one thing changed in it (``cheats.py``), audited by both schemes from one prefill of the right model
+(``both_schemes.py``), and turned into tokens for power .99 at a false-alarm chance of 1e-4 by one rule for both
+(``tokens_to_detect.py``). Assay's limits are T1's exact replay and those of the presets' profile; the proof that
+no honest head reaches them stands in docs/spec/verification.md. TOPLOC's are the published ones, or, where fewer tokens
+do with those, sums of any of its three errors.
 
-TOPLOC commits to the last hidden states of the maker's own passes, 32 tokens to a proof; the cheat is honest about its
-own model. (Needs the package ``toploc``; without it that column is empty.)
+Checkpoints lie as far apart as policy-gradient steps put them: those that ``recorded_diffs.py`` records for SmolLM2,
+AdamW steps on worked answers at the preset's learning rate for the tiny model.
+
+SmolLM2 decodes some dozens of tokens a second on a core, so a full run takes from a quarter of an hour to an hour. What
+it made is kept in ``--cache``: a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final
 
 import harness
 
 harness.pin_threads()
 
-from statistics import NormalDist  # noqa: E402
-
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from numpy.typing import NDArray  # noqa: E402
 
-from benchmarks import cheats  # noqa: E402
+from benchmarks import cheats, recorded_diffs, toploc_proofs  # noqa: E402
+from benchmarks.both_schemes import Auditor, Reading, Seen  # noqa: E402
 from benchmarks.cheats import Made, make  # noqa: E402
-from benchmarks.real_rollouts import Workload, smollm2_gsm8k, tiny_sort  # noqa: E402
-from coordinator.presets import TORCH_CPU_FP32  # noqa: E402
+from benchmarks.real_rollouts import Workload, model_arguments, smollm2_gsm8k, tiny_sort  # noqa: E402
+from benchmarks.tokens_to_detect import FALSE_ALARM, POWER, Needed, by_limits, by_sum, fewest  # noqa: E402
+from coordinator.presets import TINY, TORCH_CPU_FP32, SamplingPreset  # noqa: E402
 from protocol import bundle as bundles  # noqa: E402
 from protocol.messages import SamplingRules  # noqa: E402
-from protocol.reference import LogitsChunk, Recomputation  # noqa: E402
 from protocol.reference.loader import export_state, load_config_model, set_state  # noqa: E402
 from protocol.rollout import Bundle  # noqa: E402
-from protocol.sampler import replay, seed_words  # noqa: E402
-from protocol.sampler_torch import sample_batch  # noqa: E402
 from protocol.weights.layout import State  # noqa: E402
-from verifier.divergence import Residuals  # noqa: E402
-from verifier.recompute import TorchRecomputer  # noqa: E402
 
-FALSE_ALARM: Final = 1e-4
-POWER: Final = 0.99
-#: TOPLOC: tokens per proof, values per proof, and the thresholds its authors publish for bfloat16.
-CHUNK: Final = 32
-TOPK: Final = 128
-TOPLOC_LIMITS: Final = {"exponent mismatches": 90.0, "mean mantissa error": 10.0, "median mantissa error": 8.0}
+#: Cheats in one place of a rollout.
+ONCE: Final = frozenset({"edited_digit"})
 VERSIONS: Final = 16
 LAGS: Final = (1, 4, 16)
-LEARNING_RATE: Final = 1e-6
-#: A mean that is away from the honest one by fewer standard errors is not called different.
-SIGNIFICANT: Final = 3.0
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -70,249 +56,17 @@ class Size:
     tokens: int
     honest: tuple[int, int]  #: prompts, rollouts of each
     cheat: tuple[int, int]
-    slots: int
+    slots: int = 16
 
 
-FULL: Final = Size(96, (4, 4), (2, 3), 16)
-QUICK: Final = Size(8, (8, 4), (3, 4), 16)
-
-
-class Reading:
-    """The right model's prefill of finished rollouts: logits for T2, hidden states for TOPLOC, one pass for both."""
-
-    def __init__(self, workload: Workload, state: State, rules: SamplingRules):
-        self._model: Any = load_config_model(workload.folder)
-        set_state(self._model, workload.layout, state)
-        self._rules = rules
-        self.hidden: list[torch.Tensor] = []
-        self.seeds: list[bytes] = []
-        self.redrawn: list[NDArray[np.int64]] = []  #: the tokens that the right heads and the seeds select
-
-    @torch.no_grad()
-    def replay(self, items: Sequence[Recomputation], _states: object) -> Iterator[LogitsChunk]:
-        """As ``ReferenceModel.replay`` for rollouts of one version."""
-        for first in range(0, len(items), 8):
-            batch = items[first : first + 8]
-            ids = [[*item.prompt, *item.rollout.tokens[:-1].tolist()] for item in batch]
-            width = max(map(len, ids))
-            padded_BL = torch.tensor([row + [0] * (width - len(row)) for row in ids])
-            hidden_BLD = self._model.base_model(input_ids=padded_BL).last_hidden_state
-            for row, item in enumerate(batch):
-                begin = len(item.prompt) - 1
-                hidden_TD = hidden_BLD[row, begin : begin + len(item.rollout)]
-                logits_TV = self._model.lm_head(hidden_TD).float()
-                self.hidden.append(hidden_TD.bfloat16())
-                self.redrawn.append(self._redraw(logits_TV, self.seeds[first + row]))
-                yield LogitsChunk(first + row, 0, logits_TV)
-
-    def _redraw(self, logits_TV: torch.Tensor, seed: bytes) -> NDArray[np.int64]:
-        words_T4 = torch.from_numpy(seed_words(seed).view(np.int64)).expand(len(logits_TV), 4)
-        drawn = sample_batch(logits_TV, words_T4, torch.arange(len(logits_TV)), self._rules)
-        tokens: NDArray[np.int64] = drawn.tokens_B.numpy()
-        return tokens
-
-
-@dataclass
-class Seen:
-    """What both schemes see of some rollouts."""
-
-    lengths: list[int] = field(default_factory=list)
-    first_wrong: list[int | None] = field(default_factory=list)  #: Assay: first position beyond a limit
-    by: set[str] = field(default_factory=set)  #: Assay: tiers that saw it
-    log_kl: list[float] = field(default_factory=list)  #: Assay: mean log-divergence of each rollout
-    proofs: list[list[dict[str, float]]] = field(default_factory=list)  #: TOPLOC: errors of each proof of each rollout
-    proof_bytes: int = 0
-    largest: dict[str, float] = field(default_factory=dict)  #: largest residuals, nats
-
-
-def look(made: Sequence[Made], reading: Reading, rules: SamplingRules, *, heads_by_prefill: bool = False) -> Seen:
-    """Audit rollouts with both schemes."""
-    seen = Seen()
-    reading.hidden, reading.redrawn, reading.seeds = [], [], [one.seed for one in made]
-    cases: list[Any] = [
-        SimpleNamespace(
-            bundle=Bundle((one.rollout,)), seeds={one.rollout.sample: one.seed}, run=SimpleNamespace(sampling=rules),
-            lease=SimpleNamespace(prompt_tokens=list(one.prompt)),
-        )
-        for one in made
-    ]
-    states: Any = SimpleNamespace(state=None)
-    recomputer = TorchRecomputer(reading, states)  # type: ignore[arg-type]
-    for number, (one, [residuals]) in enumerate(zip(made, recomputer.residuals(cases), strict=True)):
-        seen.lengths.append(len(one.rollout))
-        if heads_by_prefill:
-            differ = np.flatnonzero(reading.redrawn[number] != one.rollout.tokens)
-            wrong, tier = (int(differ[0]) if len(differ) else None), "T1"
-        else:
-            wrong, tier = _first_wrong(one, residuals, rules)
-            _note_largest(seen.largest, residuals)
-            seen.log_kl.append(residuals.statistics.log_kl)
-        seen.first_wrong.append(wrong)
-        seen.by |= {tier} if wrong is not None else set()
-        right_TD = reading.hidden[number]
-        claimed_TD = right_TD if heads_by_prefill or not len(one.hidden_TD) else one.hidden_TD
-        _prove(seen, claimed_TD, right_TD)
-    return seen
-
-
-def _first_wrong(one: Made, residuals: Residuals, rules: SamplingRules) -> tuple[int | None, str]:
-    """First position at which T1 or T2 would fail a rollout that ended there."""
-    replayed = replay(one.rollout, one.seed, rules)
-    if replayed is not None:
-        return replayed, "T1"
-    profile = TORCH_CPU_FP32
-    margin = profile.max_margin_micro * 1e-6
-    beyond_T = residuals.kl_T > profile.max_token_kl_micro * 1e-6
-    for values_T, limit in (
-        (residuals.entry_T, margin), (residuals.omitted_T, margin), (residuals.tail_draw_T, margin),
-        (residuals.tail_token_T, margin), (residuals.margin_T, 2 * margin), (residuals.tail_mass_T, margin),
-    ):
-        beyond_T = beyond_T | (values_T > limit)
-    kl_T = np.where(residuals.stochastic, residuals.kl_T, 0.0)
-    mean_T = kl_T.cumsum() / np.maximum(residuals.stochastic.cumsum(), 1)
-    where = np.flatnonzero(beyond_T | (mean_T > profile.max_mean_kl_nano * 1e-9))
-    return (int(where[0]), "T2") if len(where) else (None, "")
-
-
-def _note_largest(largest: dict[str, float], residuals: Residuals) -> None:
-    entry = float(np.nanmax([np.nanmax(residuals.entry_T), residuals.tail_mass_T.max()]))
-    for name, value in (
-        ("mean_kl", residuals.mean_kl), ("token_kl", float(residuals.kl_T.max())), ("margin", entry)
-    ):
-        largest[name] = max(largest.get(name, 0.0), value)
-
-
-def _prove(seen: Seen, claimed_TD: torch.Tensor, right_TD: torch.Tensor) -> None:
-    """TOPLOC's proof of one rollout and what its check finds."""
-    if importlib.util.find_spec("toploc") is None:
-        return
-    import toploc
-
-    arguments: Any = {"decode_batching_size": CHUNK, "topk": min(TOPK, claimed_TD.shape[1]), "skip_prefill": True}
-    proofs = toploc.build_proofs_bytes(list(claimed_TD[:, None]), **arguments)
-    seen.proof_bytes += sum(map(len, proofs))
-    results = toploc.verify_proofs_bytes(list(right_TD[:, None]), proofs, **arguments)
-    seen.proofs.append([
-        {
-            "exponent mismatches": float(found.exp_mismatches),
-            "mean mantissa error": min(float(found.mant_err_mean), 128.0),
-            "median mantissa error": min(float(found.mant_err_median), 128.0),
-        }
-        for found in results
-    ])
-
-
-# -- tokens to detect ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Needed:
-    """Tokens for the wanted power; None: never."""
-
-    tokens: int | None
-    extrapolated: bool
-
-
-def by_limits(first: Sequence[int | None], lengths: Sequence[int]) -> Needed:
-    """Tokens by which every rollout is beyond a limit; if only some ever are, enough rollouts to hold one of those."""
-    known = [position + 1 for position in first if position is not None]
-    if len(known) == len(first):
-        return Needed(max(known), False)
-    if not known:
-        return Needed(None, False)
-    rollouts = math.ceil(math.log(1 - POWER) / math.log(1 - len(known) / len(first)))
-    return Needed(math.ceil(rollouts * float(np.mean(lengths))), True)
-
-
-def by_sum(honest: Sequence[float], cheat: Sequence[float], unit: float) -> Needed:
-    """Tokens of a sum of a statistic that is normal under both; ``unit`` tokens give one value."""
-    if not honest or not cheat:
-        return Needed(None, True)
-    h, c = np.asarray(honest), np.asarray(cheat)
-    gap, pooled = float(c.mean() - h.mean()), math.sqrt((h.var() + c.var()) / 2)
-    if gap <= SIGNIFICANT * pooled * math.sqrt(1 / len(h) + 1 / len(c)) or gap <= 0:
-        return Needed(None, True)
-    normal = NormalDist()
-    reach = normal.inv_cdf(1 - FALSE_ALARM) + normal.inv_cdf(POWER)
-    values = max(1, math.ceil((reach * pooled / gap) ** 2))
-    return Needed(math.ceil(values * unit), True)
-
-
-def fewest(*found: Needed) -> Needed:
-    """The one that needs fewest tokens; measured ones win ties."""
-    return min(found, key=lambda n: (math.inf if n.tokens is None else n.tokens, n.extrapolated))
-
-
-def assay_needs(honest: Seen, cheat: Seen) -> Needed:
-    """Assay: limits, else the sum of mean log-divergences."""
-    return fewest(
-        by_limits(cheat.first_wrong, cheat.lengths),
-        by_sum(honest.log_kl, cheat.log_kl, float(np.mean(cheat.lengths))),
-    )
-
-
-def toploc_needs(honest: Seen, cheat: Seen) -> Needed:
-    """TOPLOC: its published limits, else the best of its three errors summed up."""
-    if not cheat.proofs:
-        return Needed(None, False)
-    first: list[int | None] = []
-    for proofs in cheat.proofs:
-        failing = [n for n, proof in enumerate(proofs) if any(proof[k] > v for k, v in TOPLOC_LIMITS.items())]
-        first.append(CHUNK * (failing[0] + 1) - 1 if failing else None)
-    unit = min(CHUNK, float(np.mean(cheat.lengths)))
-    sums = [by_sum(_errors(honest, name), _errors(cheat, name), unit) for name in TOPLOC_LIMITS]
-    return fewest(by_limits(first, cheat.lengths), *sums)
-
-
-def _errors(seen: Seen, name: str) -> list[float]:
-    return [proof[name] for proofs in seen.proofs for proof in proofs]
-
-
-# -- the versions of a run -------------------------------------------------------------------------------------
-
-
-def versions(workload: Workload, seed: int) -> dict[int, State]:
-    """Versions by their lag behind the newest of ``VERSIONS``, one AdamW step on worked answers each."""
-    torch.manual_seed(seed)
-    model: Any = load_config_model(workload.folder).train()
-    set_state(model, workload.layout, workload.state)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    states = {VERSIONS: workload.state}
-    for step in range(VERSIONS):
-        group = 1_000 + step
-        answer = workload.tokenizer.encode(str(workload.task.problem(group).answer))
-        ids_1L = torch.tensor([[*workload.prompt(group), *answer]])
-        model(input_ids=ids_1L, labels=ids_1L).loss.backward()
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        if VERSIONS - 1 - step in (*LAGS, 0):
-            states[VERSIONS - 1 - step] = export_state(model, workload.layout)
-    return states
-
-
-Maker = Callable[[], list[Made]]
-
-
-def cheaters(base: Callable[..., list[Made]], states: Mapping[int, State]) -> dict[str, Maker]:
-    """Every cheat by name."""
-    return {
-        "other_model": partial(base, alter=cheats.fewer_layers),
-        "int4_g64": partial(base, alter=cheats.rounded(4, 64)),
-        "int8_g64": partial(base, alter=cheats.rounded(8, 64)),
-        "int8_per_channel": partial(base, alter=cheats.rounded(8, None)),
-        "bf16_for_fp32": partial(base, alter=cheats.bfloat16_arithmetic),
-        **{f"stale_by_{lag}": partial(base, state=states[lag]) for lag in LAGS},
-        "temperature_0.9": partial(base, skew=cheats.cooler(0.9)),
-        "top_p_0.95": partial(base, skew=cheats.nucleus(0.95)),
-        "best_of_4": partial(base, around=cheats.best_of_n),
-        "edited_token": partial(base, around=cheats.edited),
-    }
+FULL: Final = Size(96, (12, 4), (4, 4))
+QUICK: Final = Size(8, (12, 4), (4, 4))
 
 
 class Cache:
-    """What was made before, in files: SmolLM2 decodes some dozens of tokens a second, so a run can take up another."""
+    """What was made before, in files."""
 
-    def __init__(self, folder: Path, about: object, say: Callable[[str], None]):
+    def __init__(self, folder: Path, about: object, say: Say):
         self._folder, self._say = folder, say
         self._about = hashlib.sha256(repr(about).encode()).hexdigest()[:12]
 
@@ -327,107 +81,192 @@ class Cache:
         return torch.load(file, weights_only=False)  # our own file
 
 
-def measure(
-    workload: Workload, size: Size, seed: int, cache: Cache, say: Callable[[str], None]
-) -> tuple[dict[str, Any], str]:
+# -- the versions of a run -------------------------------------------------------------------------------------
+
+
+def versions(workload: Workload, folder: Path, seed: int, say: Say) -> dict[int, State]:
+    """Versions by their lag behind the newest of ``VERSIONS``."""
+    if workload.name == "tiny":
+        return _trained(workload, seed)
+    recording = recorded_diffs.load(folder)
+    if recording is None or len(recording.chain) < VERSIONS:
+        recording = recorded_diffs.record(folder, VERSIONS, seed, say)
+    state, states = recording.first, {VERSIONS: recording.first}
+    for number, change in enumerate(recording.chain[:VERSIONS], start=1):
+        state = recording.after(change, state)
+        if VERSIONS - number in (*LAGS, 0):
+            states[VERSIONS - number] = state
+    return states
+
+
+def _trained(workload: Workload, seed: int) -> dict[int, State]:
+    """One AdamW step on a worked answer per version."""
+    torch.manual_seed(seed)
+    model: Any = load_config_model(workload.folder).train()
+    set_state(model, workload.layout, workload.state)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=float(TINY.learner["optim.lr"]), weight_decay=0.0)
+    states = {VERSIONS: workload.state}
+    for step in range(VERSIONS):
+        group = 1_000 + step
+        answer = workload.tokenizer.encode(str(workload.task.problem(group).answer))
+        ids_1L = torch.tensor([[*workload.prompt(group), *answer]])
+        model(input_ids=ids_1L, labels=ids_1L).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        if VERSIONS - 1 - step in (*LAGS, 0):
+            states[VERSIONS - 1 - step] = export_state(model, workload.layout)
+    return states
+
+
+# -- the cheats --------------------------------------------------------------------------------------------------
+
+
+def cheaters(workload: Workload, states: Mapping[int, State]) -> dict[str, dict[str, Any]]:
+    """What ``make`` is told for every cheat."""
+    return {
+        "other_model": {"alter": cheats.fewer_layers},
+        "int4_g64": {"alter": cheats.rounded(4, 64)},
+        "int8_g64": {"alter": cheats.rounded(8, 64)},
+        "int8_per_channel": {"alter": cheats.rounded(8, None)},
+        "bf16_for_fp32": {"alter": cheats.bfloat16_arithmetic},
+        **{f"stale_by_{lag}": {"state": states[lag]} for lag in LAGS},
+        "temperature_0.9": {"skew": cheats.cooler(0.9)},
+        "top_p_0.95": {"skew": cheats.nucleus(0.95)},
+        "best_of_4": {"around": cheats.best_of_n},
+        "edited_digit": {"around": cheats.edited_digit(workload.tokenizer)},
+    }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cheat as both schemes see it."""
+
+    seen: Seen
+    assay: Needed
+    toploc: Needed
+
+
+def measure(workload: Workload, size: Size, options: Any, say: Say) -> tuple[dict[str, Any], str]:
     """Both schemes on honest rollouts and on every cheat."""
-    rules = workload.rules(head_size=32 if workload.vocab_size > 64 else 16, max_new_tokens=size.tokens)
-    states: dict[int, State] = cache.get("versions", partial(versions, workload, seed))
-    reading = Reading(workload, states[0], rules)
-    base = partial(make, workload, rules, state=states[0], slots=size.slots)
-    honest_made = cache.get("honest", partial(base, range(size.honest[0]), size.honest[1]))
-    honest = look(honest_made, reading, rules)
-    found: dict[str, tuple[Seen, Needed, Needed]] = {}
-    one = partial(base, range(100, 100 + size.cheat[0]), size.cheat[1])
-    for name, maker in cheaters(partial(_with, one), states).items():
-        made = cache.get(name, maker)
-        say(f"auditing {name}")
-        found[name] = _compare(honest, look(made, reading, rules))
+    head_size = 32 if workload.vocab_size > 64 else 16
+    preset = SamplingPreset(head_size=head_size, max_new_tokens=size.tokens, swap_grid=8)
+    rules = workload.rules(**preset.model_dump())
+    toploc = toploc_proofs.load(options.cache, say)
+    states = versions(workload, options.cache / "recorded", options.seed, say)
+    auditor = Auditor(Reading(workload, states[0], rules), rules, toploc)
+    about = (workload.name, size, options.seed, options.data, rules)
+    cache = Cache(options.cache, about, say)
+    base = partial(make, workload, rules, slots=size.slots)
+    honest_made: list[Made] = cache.get(
+        "honest", partial(base, range(size.honest[0]), size.honest[1], state=states[0])
+    )
+    seen = "seen" if toploc is None else "seen-toploc"
+    honest = cache.get(f"honest-{seen}", partial(auditor.look, honest_made))[0]
+    rows: dict[str, Row] = {}
+    groups = range(100, 100 + size.cheat[0])
+    for name, changes in cheaters(workload, states).items():
+        told = {"state": states[0]} | changes
+        made = partial(cache.get, name, partial(base, groups, size.cheat[1], **told))
+        as_made, forged = cache.get(f"{name}-{seen}", partial(_look, auditor, made))
+        rows[name] = _row(honest, as_made, once=name in ONCE)
         if name == "other_model":
-            prefilled = look(made, reading, rules, heads_by_prefill=True)
-            found["other_model_right_prefill"] = _compare(honest, prefilled)
-    return _report(workload, honest, honest_made, found)
+            rows["other_model_right_prefill"] = _row(honest, forged)
+        say(f"{name}: assay {rows[name].assay}, toploc {rows[name].toploc}")
+    return _report(workload, rules, honest, honest_made, rows)
 
 
-def _with(one: partial[list[Made]], **changes: Any) -> list[Made]:
-    return one(**changes)
+def _look(auditor: Auditor, made: Callable[[], list[Made]]) -> tuple[Seen, Seen]:
+    return auditor.look(made())
 
 
-def _compare(honest: Seen, cheat: Seen) -> tuple[Seen, Needed, Needed]:
-    return cheat, assay_needs(honest, cheat), toploc_needs(honest, cheat)
+# -- tokens to detect ----------------------------------------------------------------------------------------------
+
+
+def _row(honest: Seen, cheat: Seen, *, once: bool = False) -> Row:
+    mean_tokens = float(np.mean(cheat.lengths))
+    ours = fewest(by_limits(cheat.beyond, once=once), by_sum(honest.log_kl, cheat.log_kl, mean_tokens))
+    if not cheat.proofs:
+        return Row(cheat, ours, Needed(None))
+    unit = min(toploc_proofs.CHUNK, round(mean_tokens))
+    sums = [by_sum(_errors(honest, name), _errors(cheat, name), unit) for name in toploc_proofs.LIMITS]
+    beyond = [np.array([_over(proof) for proof in proofs]) for proofs in cheat.proofs]
+    return Row(cheat, ours, fewest(by_limits(beyond, unit), *sums))
+
+
+def _over(proof: Mapping[str, float]) -> bool:
+    return any(proof[name] > limit for name, limit in toploc_proofs.LIMITS.items())
+
+
+def _errors(seen: Seen, name: str) -> list[float]:
+    return [proof[name] for proofs in seen.proofs for proof in proofs]
+
+
+# -- the report ----------------------------------------------------------------------------------------------------
 
 
 def _report(
-    workload: Workload, honest: Seen, made: Sequence[Made], found: dict[str, tuple[Seen, Needed, Needed]]
+    workload: Workload, rules: SamplingRules, honest: Seen, made: Sequence[Made], rows: Mapping[str, Row]
 ) -> tuple[dict[str, Any], str]:
     tokens = sum(honest.lengths)
-    size = 8
-    packed = [Bundle(tuple(one.rollout for one in made[i : i + size])) for i in range(0, len(made), size)]
-    profile = TORCH_CPU_FP32
-    limits = {
-        "mean_kl": profile.max_mean_kl_nano * 1e-9, "token_kl": profile.max_token_kl_micro * 1e-6,
-        "margin": profile.max_margin_micro * 1e-6,
-    }
-    wrongly = sum(first is not None for first in honest.first_wrong)
-    rows, per_cheat = [], {}
-    for name, (seen, ours, theirs) in found.items():
-        detected = sum(first is not None for first in seen.first_wrong)
-        per_cheat[name] = {
-            "assay_tokens_to_detect": ours.tokens, "assay_extrapolated": ours.extrapolated and ours.tokens is not None,
-            "assay_tier": "+".join(sorted(seen.by)) or None, "toploc_tokens_to_detect": theirs.tokens,
-            "toploc_extrapolated": theirs.extrapolated and theirs.tokens is not None, "rollouts": len(seen.lengths),
-            "beyond_a_limit": detected, "mean_tokens": float(np.mean(seen.lengths)),
-        }
-        rows.append((name, _mark(ours), per_cheat[name]["assay_tier"] or "", f"{detected}/{len(seen.lengths)}",
-                     _mark(theirs)))
-    available = bool(honest.proofs)
+    packed = [Bundle(tuple(one.rollout for one in made[i : i + 8])) for i in range(0, len(made), 8)]
     result = {
-        "model": workload.name, "toploc_available": available, "honest_rollouts": len(honest.lengths),
-        "honest_tokens": tokens,
-        "false_alarm": {
-            "assay_rollouts_failed": wrongly,
-            "limit_over_honest_max": {name: limits[name] / value for name, value in honest.largest.items()},
-            "target": FALSE_ALARM,
-        },
+        "model": workload.name, "toploc_available": bool(honest.proofs), "power": POWER,
+        "false_alarm": _false_alarm(honest, rules),
+        "honest_rollouts": len(honest.lengths), "honest_tokens": tokens,
         "assay_bytes_per_token": sum(len(bundles.encode(bundle)) for bundle in packed) / tokens,
-        "toploc_bytes_per_token": honest.proof_bytes / tokens if available else None,
-        "never_worse_than_toploc": all(_not_worse(ours, theirs) for _, ours, theirs in found.values()),
-        "cheats": per_cheat,
+        "toploc_bytes_per_token": honest.proof_bytes / tokens if honest.proofs else None,
+        "never_worse_than_toploc": all(row.assay.not_more_than(row.toploc) for row in rows.values()),
+        "cheats": {name: _entry(row) for name, row in rows.items()},
     }
-    text = harness.table(("cheat", "assay tokens", "tier", "beyond a limit", "toploc tokens"), rows)
+    cells = [
+        (name, row.assay, "+".join(sorted(row.seen.by)), f"{row.seen.caught}/{len(row.seen.lengths)}", row.toploc)
+        for name, row in rows.items()
+    ]
+    alarm = result["false_alarm"]
+    text = harness.table(("cheat", "assay tokens", "tier", "rollouts beyond a limit", "toploc tokens"), cells)
     text += (
-        f"\n~: extrapolated. {wrongly} of {len(honest.lengths)} honest rollouts failed; limits over honest maxima: "
-        + ", ".join(f"{name} {value:.1f}" for name, value in result["false_alarm"]["limit_over_honest_max"].items())
-        + f"\nbytes per token: assay {result['assay_bytes_per_token']:.1f}, toploc {result['toploc_bytes_per_token']}"
+        f"\n~: extrapolated. Of {len(honest.lengths)} honest rollouts Assay's limits fail "
+        f"{alarm['assay_rollouts_failed']}, TOPLOC's {alarm['toploc_rollouts_failed']}; largest honest residuals, and "
+        "limits: " + ", ".join(f"{name} {a:.2g} / {b:.2g}" for name, (a, b) in alarm["largest_and_limit"].items())
+        + f"\nbytes per token: assay {result['assay_bytes_per_token']:.1f}, toploc "
+        + ("-" if not honest.proofs else f"{result['toploc_bytes_per_token']:.2f}")
     )
     return result, text
 
 
-def _mark(needed: Needed) -> str:
-    if needed.tokens is None:
-        return "never"
-    return f"~{needed.tokens}" if needed.extrapolated else str(needed.tokens)
+def _false_alarm(honest: Seen, rules: SamplingRules) -> dict[str, Any]:
+    """What honest rollouts leave to Assay's limits, and what quantisation alone can make of them."""
+    profile, steps = TORCH_CPU_FP32, rules.steps_per_nat
+    limits = {
+        "mean_kl": profile.max_mean_kl_nano * 1e-9, "token_kl": profile.max_token_kl_micro * 1e-6,
+        "margin": profile.max_margin_micro * 1e-6,
+    }
+    return {
+        "target": FALSE_ALARM, "assay_rollouts_failed": honest.caught,
+        "toploc_rollouts_failed": sum(any(map(_over, proofs)) for proofs in honest.proofs),
+        "largest_and_limit": {name: (honest.largest[name], limit) for name, limit in limits.items()},
+        "quantisation_ceiling": {"kl": 1 / (8 * steps**2), "margin": 1 / (2 * steps)},
+    }
 
 
-def _not_worse(ours: Needed, theirs: Needed) -> bool:
-    return theirs.tokens is None or (ours.tokens is not None and ours.tokens <= theirs.tokens)
+def _entry(row: Row) -> dict[str, Any]:
+    return {
+        "assay_tokens_to_detect": row.assay.tokens, "assay_extrapolated": row.assay.extrapolated,
+        "assay_tiers": sorted(row.seen.by), "toploc_tokens_to_detect": row.toploc.tokens,
+        "toploc_extrapolated": row.toploc.extrapolated, "rollouts": len(row.seen.lengths),
+        "beyond_a_limit": row.seen.caught, "mean_tokens": float(np.mean(row.seen.lengths)),
+        "share_of_tokens_beyond": float(np.mean(np.concatenate(row.seen.beyond))),
+    }
 
 
 def main() -> None:
     """Run the benchmark."""
-    options = harness.parser(__doc__)
-    options.add_argument("--model", type=Path, default=Path.home() / ".cache" / "assay-bench", metavar="DIR",
-                         help="models and rollouts are made here once")
-    options.add_argument("--data", type=Path, metavar="FILE", help="GSM8K data; default: the sample in tests/data")
-    arguments = options.parse_args()
+    options = model_arguments(harness.parser(__doc__))
     torch.set_num_threads(1)
-    arguments.model.mkdir(parents=True, exist_ok=True)
-    workload = tiny_sort(arguments.model) if arguments.quick else smollm2_gsm8k(arguments.model, arguments.data)
-    say: Callable[[str], None] = (lambda _: None) if arguments.json else partial(print, flush=True)
-    size = QUICK if arguments.quick else FULL
-    cache = Cache(arguments.model, (workload.name, size, arguments.seed, LEARNING_RATE, arguments.data), say)
-    result, text = measure(workload, size, arguments.seed, cache, say)
-    harness.finish(result, text, only_json=arguments.json)
+    workload = tiny_sort(options.cache) if options.quick else smollm2_gsm8k(options.cache, options.data)
+    say: Say = (lambda _: None) if options.json else partial(print, flush=True)
+    result, text = measure(workload, QUICK if options.quick else FULL, options, say)
+    harness.finish(result, text, only_json=options.json)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ class _Trainer:
         self.parameters = dict(sorted(self._model.named_parameters()))
         self._random = np.random.default_rng(seed)
         generator = torch.Generator().manual_seed(seed)
-        self._masters = [_dithered(p.detach(), generator) for p in self.parameters.values()]
+        self._masters = [dithered(p.detach(), generator) for p in self.parameters.values()]
         self._first = [torch.zeros_like(m) for m in self._masters]
         self._second = [torch.zeros_like(m) for m in self._masters]
         self.push()
@@ -192,7 +192,7 @@ class _Trainer:
         self.push()
 
 
-def _dithered(weights: Any, generator: Any) -> Any:
+def dithered(weights: Any, generator: Any) -> Any:
     """fp32 numbers drawn uniformly from those that round to the bf16 weights."""
     import torch
 

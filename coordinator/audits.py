@@ -153,8 +153,11 @@ class Audits:
         self._groups.verified(session, receipt, now_ms)
 
     def _weigh(self, session: Session, receipt: Receipt, verdict: Verdict, node: Node, now_ms: int) -> None:
-        """Add a verdict's scores to the suspicion of the node; at the alarm it is banned."""
-        if not verdict.scores:
+        """Add a verdict's scores to the suspicion of the node; at the alarm it is banned.
+
+        A profile that the run does not list has no honest distribution to be compared with: its scores count nothing.
+        """
+        if not verdict.scores or node.profile not in self._run.profile_names:
             return
         before = node.suspicion_milli
         for rollout in verdict.scores:

@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict
 from protocol.errors import E_CONFIG, LocalFault
 from protocol.messages import AuditPolicy, BatchRules, Environment, Profile, SamplingRules
 
-#: T2 thresholds of the torch engine in float32 on a CPU (docs/spec/verification.md, "Thresholds"). Honest heads sit on
+#: T2 thresholds of the torch engine in float32 on a CPU, derived and not measured: docs/spec/verification.md,
+#: "Thresholds", which also says when a calibration record takes their place. Honest heads sit on
 #: the floor of quantisation: at 1/256 nat no entry is off by more than 2e-3 nats and no head by more than a divergence
 #: of 1.9e-6; weights rounded to 8 bits measure 0.2 and 2e-3 on average.
 TORCH_CPU_FP32: Final = Profile(

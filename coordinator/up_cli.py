@@ -23,6 +23,10 @@ def up(
     max_versions: Annotated[int | None, typer.Option(min=1, help="Versions to publish.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, max=8, help="Honest nodes (default: the preset's).")] = None,
     drills: Annotated[bool, typer.Option("--drills/--no-drills", help="Run nodes that cheat on purpose.")] = True,
+    calibration: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", exists=True, help="A record of `assay verifier calibrate`; repeatable."),
+    ] = None,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", help="Change the preset, like batch.groups_per_batch=8; repeatable.")
     ] = None,
@@ -53,6 +57,7 @@ def up(
             {
                 "preset": preset, "task": task, "data": None if data is None else str(data.resolve()), "port": port,
                 "seed": seed, "max_versions": max_versions, "nodes": nodes, "drills": None if drills else (),
+                "calibrations": tuple(str(file.resolve()) for file in calibration) if calibration else None,
                 "settings": tuple(assignments) if assignments else None,
             },
             {"preset": "tiny", "port": 0, "nodes": base.up.honest_nodes, "drills": base.up.drills},

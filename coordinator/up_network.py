@@ -199,6 +199,7 @@ class Network:
             arguments += ["--data", choices.data]
         if choices.max_versions is not None:
             arguments += ["--max-versions", str(choices.max_versions)]
+        arguments += [f"--calibration={file}" for file in choices.calibrations]
         arguments += [f"--set={assignment}" for assignment in choices.settings]
         return arguments
 

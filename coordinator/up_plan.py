@@ -32,6 +32,7 @@ class Choices(Config):
     max_versions: int | None = None  #: versions to publish instead of the preset's number
     nodes: int  #: honest nodes
     drills: tuple[str, ...]  #: attacks of the cheating slot, one after another
+    calibrations: tuple[str, ...] = ()  #: absolute paths of calibration records the manifest takes in
     settings: tuple[str, ...] = ()  #: changes of the preset, as name=value
     wall_s: float = 0.0  #: running time of earlier starts
 

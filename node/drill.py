@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from node.config import DrillName
 from node.engine import Engine, Finished, Request, WeightSource
 from protocol.errors import LocalFault, PeerFault, code
+from protocol.head import offsets
 from protocol.messages import SamplingRules
 from protocol.rollout import NO_CODE, Rollout
 from protocol.sampler import behaviour_logprobs
@@ -256,7 +257,7 @@ class EditedAnswer(_Wrapped):
 
     def _edit(self, done: Finished) -> bool:
         """Change a token and let the engine go on from there; False when there is nothing to change."""
-        cut = _cut(done.rollout, self._rules)
+        cut = self._cut(done.rollout)
         if cut is None:
             return False
         request = replace(
@@ -270,25 +271,26 @@ class EditedAnswer(_Wrapped):
         self._edited[request.key] = Finished(done.request, cut)
         return True
 
+    def _cut(self, rollout: Rollout) -> Rollout | None:
+        """The rollout up to its last token but one that has an alternative in its head, with that token exchanged."""
+        starts = offsets(rollout)
+        for position in range(len(rollout) - 2, -1, -1):
+            head = rollout.head_ids[starts[position] :][: rollout.head_lengths[position]]
+            barred = {int(rollout.tokens[position]), *self._rules.eos_token_ids}
+            other = next((token for token in head.tolist() if token not in barred), None)
+            if other is not None:
+                return exchanged(rollout, position, other)
+        return None
+
 
 def _candidates(key: str) -> list[str]:
     return [f"{key}#{number}" for number in range(CANDIDATES)]
 
 
-def _cut(rollout: Rollout, rules: SamplingRules) -> Rollout | None:
-    """The rollout up to its last token but one that has an alternative in its head, with that token exchanged."""
-    starts = np.concatenate([[0], np.cumsum(rollout.head_lengths, dtype=np.int64)])
-    for position in range(len(rollout) - 2, -1, -1):
-        head = rollout.head_ids[starts[position] : starts[position + 1]]
-        barred = {int(rollout.tokens[position]), *rules.eos_token_ids}
-        other = next((token for token in head.tolist() if token not in barred), None)
-        if other is not None:
-            return _prefix(rollout, position, other, int(starts[position + 1]))
-    return None
-
-
-def _prefix(rollout: Rollout, position: int, token: int, entries: int) -> Rollout:
+def exchanged(rollout: Rollout, position: int, token: int) -> Rollout:
+    """The rollout up to ``position``, whose token is another one of its head."""
     end = position + 1
+    entries = int(rollout.head_lengths[:end].sum(dtype=np.int64))
     tokens, token_codes = rollout.tokens[:end].copy(), rollout.token_codes[:end].copy()
     tokens[position], token_codes[position] = token, NO_CODE
     return replace(

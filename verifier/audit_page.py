@@ -31,7 +31,8 @@ from verifier.residual_plot import Dot, residual_svg
 MAX_TOKENS: Final = 20_000
 _QUANTILES: Final = (0.5, 0.9, 0.99, 1.0)
 _QUANTITIES: Final = (("divergence", "kl_T"), ("head entry", "entry_T"), ("membership", "omitted_T"),
-                      ("tail draw", "tail_draw_T"), ("tail code", "tail_token_T"))
+                      ("tail draw", "tail_draw_T"), ("tail code", "tail_token_T"),
+                      ("margin of the draw", "margin_T"), ("tail mass", "tail_mass_T"))
 
 
 def write_page(

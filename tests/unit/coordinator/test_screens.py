@@ -12,7 +12,7 @@ from protocol import statistics
 from protocol.api import E_SUSPICION, E_UNCALIBRATED, AuditJob
 from protocol.errors import PeerFault
 from protocol.messages import Lease, NodeScreen, Receipt, RolloutScore, ScreenReport
-from tests.fakes.coordinator import RUN_ID, FakeNode, World
+from tests.fakes.coordinator import PROFILE, RUN_ID, FakeNode, World
 from tests.unit.coordinator.conftest import MakeWorld
 
 
@@ -197,3 +197,34 @@ def test_a_run_that_takes_listed_profiles_only_says_so(world: World) -> None:
     with pytest.raises(PeerFault) as caught:
         node.client.register(node.hello(profile="brand-new"))
     assert caught.value.code == "E_PROFILE"
+
+
+def test_numbers_never_ban_an_unlisted_profile_but_a_wrong_draw_does(make_world: MakeWorld) -> None:
+    world = make_world(
+        batch={"groups_per_batch": 20},
+        audit={"ramp": 1000, "life_rollouts": 100, "alpha_ppm": 100_000, "unknown_profiles": True},
+    )
+    world.publish()
+    listed = world.node().join()
+    unlisted = world.node("new")
+    unlisted.client.register(unlisted.hello(profile="brand-new"))
+
+    def judged(node: FakeNode, outcome: str, found: str | None, **changes: object) -> dict[str, Any]:
+        profile = "brand-new" if node is unlisted else PROFILE
+        [(lease, digest)] = node.leases(1)
+        node.upload(node.bundle(lease))
+        node.client.submit(node.commitment(lease, digest, profile=profile))
+        job = world.verifier.claim()
+        assert job is not None
+        told = {"scores": scores(job, 3_000)} if outcome == "pass" else {}
+        world.verifier.client.verdict(world.verifier.verdict(job, outcome, found, **told, **changes))
+        return world.node_row(node)
+
+    looked_at_twice = ["T0", "T1", "T2", "T3"]
+    for _ in range(4):
+        row = judged(unlisted, "pass", None, tiers=looked_at_twice)
+        assert (row["suspicion_milli"], row["state"]) == (0, "active")
+    row = judged(listed, "pass", None, tiers=looked_at_twice)
+    assert row["suspicion_milli"] == 6_000  # the same numbers count where the run knows what honest ones look like
+    row = judged(unlisted, "fail", "E_REPLAY")
+    assert (row["state"], row["ban_code"]) == ("banned", "E_REPLAY")

@@ -41,7 +41,7 @@ def files(world, honest, tmp_path):
     return folder
 
 
-def test_a_record_is_measured_signed_and_taken_into_a_run(world, files, tmp_path):
+def test_a_record_is_measured_signed_and_taken_into_a_run(world, honest, files, tmp_path):
     VERIFIER.save(tmp_path / "verifier.key")
     out = tmp_path / "made.calibration"
     result = CliRunner().invoke(app, [
@@ -64,6 +64,12 @@ def test_a_record_is_measured_signed_and_taken_into_a_run(world, files, tmp_path
     assert profile.max_mean_kl_nano == limits.max_mean_kl_nano
     assert profile.calibration is not None
     assert profile.calibration.record_sha256 == envelope.digest
+    run = world.run.model_copy(update={"profiles": [profile]})
+    judged = Session(run, world.book, world.rewards, world.shelf).judge([honest[0]])[0]
+    expected = {finding.check: finding.expected for finding in judged.findings}
+    assert expected["T2.1 mean divergence"] == f"mean <= {limits.max_mean_kl_nano * 1e-9:.3g} nats"
+    assert expected["T2.3 head entries"] == f"each <= {limits.max_margin_micro * 1e-6:.3g} nats"
+    assert judged.outcome == "pass"
     for layout, content in (("00" * 32, out.read_bytes()), (world.layout.sha256, out.read_bytes()[:-9] + b"AAAA\"}]}")):
         out.write_bytes(content)
         with pytest.raises(LocalFault) as caught:
@@ -144,4 +150,7 @@ def test_an_unlisted_profile_is_held_to_the_narrowest_limits_and_never_blamed(wo
     cheap = world.generate(lease, states=lambda version: quantised(world.state(version)))
     found = session.judge([world.submission(lease, cheap, profile="brand-new")])[0]
     assert (found.outcome, found.code) == ("inconclusive", E_UNCALIBRATED)
+    best = world.generate(lease, seeds={s: hashlib.sha256(bytes([s])).digest() for s in lease.samples})
+    drawn_wrong = session.judge([world.submission(lease, best, profile="brand-new")])[0]
+    assert (drawn_wrong.outcome, drawn_wrong.code) == ("fail", "E_REPLAY")  # exact checks hold for every profile
     assert world.judge(good).code == "E_UNKNOWN_PROFILE"  # a run that does not take them
