@@ -130,8 +130,8 @@ def cheaters(workload: Workload, states: Mapping[int, State]) -> dict[str, dict[
         "int8_per_channel": {"alter": cheats.rounded(8, None)},
         "bf16_for_fp32": {"alter": cheats.bfloat16_arithmetic},
         **{f"stale_by_{lag}": {"state": states[lag]} for lag in LAGS},
-        "temperature_0.9": {"skew": cheats.cooler(0.9)},
-        "top_p_0.95": {"skew": cheats.nucleus(0.95)},
+        "temperature_0_9": {"skew": cheats.cooler(0.9)},
+        "top_p_0_95": {"skew": cheats.nucleus(0.95)},
         "best_of_4": {"around": cheats.best_of_n},
         "edited_digit": {"around": cheats.edited_digit(workload.tokenizer)},
     }
@@ -215,7 +215,7 @@ def _report(
         "honest_rollouts": len(honest.lengths), "honest_tokens": tokens,
         "assay_bytes_per_token": sum(len(bundles.encode(bundle)) for bundle in packed) / tokens,
         "toploc_bytes_per_token": honest.proof_bytes / tokens if honest.proofs else None,
-        "never_worse_than_toploc": all(row.assay.not_more_than(row.toploc) for row in rows.values()),
+        "rows_worse_than_toploc": sum(not row.assay.not_more_than(row.toploc) for row in rows.values()),
         "cheats": {name: _entry(row) for name, row in rows.items()},
     }
     cells = [

@@ -56,7 +56,13 @@ def _claims(*lines: str) -> tuple[Claim, ...]:
 CLAIMS: Final[dict[str, tuple[Claim, ...]]] = {
     "sampler_replay": _claims("tokens_per_s_per_core >= 2e6", "mismatches == 0"),
     "bundle_size": _claims("smollm2_gsm8k.ratio_to_entropy <= 1.10", "smollm2_gsm8k.bytes_per_token.32 <= 64"),
-    "detection_power": (),
+    "detection_power": _claims(
+        *(f"cheats.{cheat}.assay_tokens_to_detect <= {tokens}" for cheat, tokens in (
+            ("other_model", 96), ("int4_g64", 96), ("int8_g64", 384), ("int8_per_channel", 384),
+            ("temperature_0_9", 96), ("top_p_0_95", 96), ("best_of_4", 96), ("edited_digit", 96),
+        )),
+        "rows_worse_than_toploc == 0", "false_alarm.assay_rollouts_failed == 0",
+    ),
     "audit_cost": _claims("t0_t1_ratio_to_generation <= 0.02", "t2_steady_state_ratio <= 0.03"),
     "statistics": (),
     "weight_codec": _claims(
