@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.weights import steps
+from protocol.weights.bound import diff_bound
 from protocol.weights.chunk import Method
 from protocol.weights.diff import apply_patch, decode_anchor, decode_diff, encode_anchor, encode_diff
 from protocol.weights.layout import Layout, State, copy_state
@@ -157,32 +157,6 @@ class Drift:
             master += np.float32(step) * self._signs[name]
 
 
-# -- bounds ----------------------------------------------------------------------------------------------
-
-
-def _bounds(case: Case) -> tuple[int, float, float]:
-    """Changed words, and bytes of entropy: of order 0, and given the old exponent."""
-    old = np.concatenate([case.old[e.name].reshape(-1) for e in case.layout.entries])
-    new = np.concatenate([case.new[e.name].reshape(-1) for e in case.layout.entries])
-    differs = np.flatnonzero(old != new)
-    folded = steps.fold(old[differs], new[differs])
-    exponents = (old >> 7 & 0xFF).astype(np.uint8)
-    populations = np.bincount(exponents, minlength=256)
-    order_0 = _entropy(len(old), folded)
-    given = sum(
-        _entropy(int(populations[e]), folded[exponents[differs] == e]) for e in np.flatnonzero(populations)
-    )
-    return len(differs), order_0, given
-
-
-def _entropy(words: int, folded: NDArray[Any]) -> float:
-    """Bytes to say which of the words change and by what steps."""
-    changed = len(folded)
-    bits = sum(-c * np.log2(c / changed) for c in np.unique(folded, return_counts=True)[1])
-    bits += sum(-part * np.log2(part / words) for part in (changed, words - changed) if part)
-    return float(bits) / 8
-
-
 # -- measuring -------------------------------------------------------------------------------------------
 
 
@@ -222,7 +196,8 @@ def _keep(state: State, words: State) -> None:
 
 
 def _measure(case: Case, rounds: int) -> dict[str, Any]:
-    changed, order_0, given = _bounds(case)
+    bound = diff_bound(case.layout, case.old, case.new)
+    changed, order_0, given = bound.changed, bound.order_0, bound.exponent
     codecs = _codecs(case)
     data = {name: codec.encode() for name, codec in codecs.items()}
     live = copy_state(case.old)

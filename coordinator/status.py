@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from statistics import fmean
 from typing import Any, Final
 
 from sqlalchemy import func, select
@@ -72,6 +74,7 @@ def _batches(session: Session) -> dict[str, Any]:
     rewards = session.scalars(select(Batch.reward_micro).order_by(Batch.version.desc()).limit(MAX_REWARDS)).all()[::-1]
     return {
         "reward_mean": [reward / 1e6 for reward in rewards],
+        "diff_ratio_to_bound": _mean(row.metrics.get("diff_ratio_to_bound") for row in rows if row.metrics),
         "batches": [
             {
                 "version": row.version, "reward_mean": row.reward_micro / 1e6, "lag_mean": row.lag_milli / 1e3,
@@ -81,6 +84,11 @@ def _batches(session: Session) -> dict[str, Any]:
             for row in rows
         ],
     }
+
+
+def _mean(values_micro: Iterable[int | None]) -> float | None:
+    known = [value / 1e6 for value in values_micro if value is not None]
+    return fmean(known) if known else None
 
 
 def _audits(session: Session, totals: dict[str, int], now_ms: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from coordinator.up_evidence import collect_evidence, save_log
 from coordinator.up_network import Network
 from coordinator.up_plan import write_json
-from coordinator.up_summary import Summary, in_words, roots_equal, summarise
+from coordinator.up_summary import Summary, in_words, read_audit_weights, roots_equal, summarise
 from coordinator.up_view import View
 from protocol.client import CoordinatorClient
 from protocol.errors import AssayError
@@ -62,6 +62,7 @@ def _sum_up(network: Network, view: View) -> Summary | None:
     summary = summarise(
         network.status, honest=network.honest, drills=network.choices.drills,
         roots_equal=roots_equal(homes, root), wall_s=network.wall_s,
+        audit_weights=read_audit_weights(network.folder.verifier / "metrics.prom"),
     )
     write_json(network.folder.summary, summary.model_dump())
     return summary

@@ -72,6 +72,7 @@ class Status(_Seen):
     audit_queue: int = 0
     drills: list[DrillSeen] = []
     diff_bytes_mean: float | None = None
+    diff_ratio_to_bound: float | None = None  #: mean over the newest steps
     full_bytes: int | None = None
     server_time_ms: int = 0
 

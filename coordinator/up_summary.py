@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, ConfigDict
 
 from coordinator.up_status import Status
@@ -27,6 +28,16 @@ class Cheater(BaseModel):
     code: str | None
 
 
+class AuditWeights(BaseModel):
+    """How the verifier came by the weights it audited with, since it was started last."""
+
+    model_config = ConfigDict(frozen=True)
+
+    loaded: int  #: whole states decoded from an anchor
+    applied: int  #: versions made by applying a diff
+    stepped: int  #: versions gone back or forth by the log of an earlier diff, without reloading anything
+
+
 class Summary(BaseModel):
     """The keys of ``summary.json``."""
 
@@ -42,13 +53,16 @@ class Summary(BaseModel):
     honest_nodes_banned: int
     cheaters: list[Cheater]
     diff_bytes_mean: float | None
+    diff_ratio_to_bound: float | None  #: mean over the last 50 diffs of their bytes over the entropy of what changed
     full_bytes: int | None
+    audit_weights: AuditWeights | None
     roots_equal: bool  #: every honest node ended on the state root of the newest checkpoint
     wall_s: float  #: running time of ``assay up``, all starts together
 
 
 def summarise(
-    status: Status, *, honest: Sequence[str], drills: Sequence[str], roots_equal: bool, wall_s: float
+    status: Status, *, honest: Sequence[str], drills: Sequence[str], roots_equal: bool, wall_s: float,
+    audit_weights: AuditWeights | None = None,
 ) -> Summary:
     """Put a run into numbers.
 
@@ -58,6 +72,7 @@ def summarise(
         drills: attacks that were planned; one that never came to its turn counts as not caught.
         roots_equal: whether all honest nodes hold the newest checkpoint's bits.
         wall_s: running time in seconds.
+        audit_weights: what the verifier's metrics say.
     """
     seen = {drill.attack: drill for drill in status.drills}
     cheaters = [
@@ -75,8 +90,9 @@ def summarise(
         rollouts_accepted=status.rollouts.accepted, rollouts_rejected=status.rollouts.rejected,
         tokens_generated=status.tokens_generated, tokens_trained=status.tokens_trained,
         honest_nodes_banned=sum(node.name in honest and node.state == "banned" for node in status.nodes),
-        cheaters=cheaters, diff_bytes_mean=status.diff_bytes_mean, full_bytes=status.full_bytes,
-        roots_equal=roots_equal, wall_s=round(wall_s, 1),
+        cheaters=cheaters, diff_bytes_mean=status.diff_bytes_mean,
+        diff_ratio_to_bound=status.diff_ratio_to_bound, full_bytes=status.full_bytes,
+        audit_weights=audit_weights, roots_equal=roots_equal, wall_s=round(wall_s, 1),
     )
 
 
@@ -101,6 +117,19 @@ def _state_root(home: Path) -> str | None:
     return state.get("state_root") if isinstance(state, dict) else None
 
 
+def read_audit_weights(file: Path) -> AuditWeights | None:
+    """The counts in a verifier's ``metrics.prom``; None when there are none."""
+    try:
+        families = {family.name: family for family in text_string_to_metric_families(file.read_text(encoding="utf-8"))}
+    except (OSError, ValueError):
+        return None
+    names = {"loaded": "anchors_loaded", "applied": "diffs_applied", "stepped": "versions_stepped"}
+    found = {key: families.get(f"assay_verifier_{name}") for key, name in names.items()}
+    if any(family is None or not family.samples for family in found.values()):
+        return None
+    return AuditWeights(**{key: int(family.samples[0].value) for key, family in found.items() if family is not None})
+
+
 def in_words(summary: Summary) -> list[str]:
     """The summary for a human, line by line."""
     lines = [
@@ -111,7 +140,15 @@ def in_words(summary: Summary) -> list[str]:
     ]
     if summary.diff_bytes_mean and summary.full_bytes:
         diff, full = summary.diff_bytes_mean, summary.full_bytes
-        lines.append(f"a diff holds {diff:,.0f} bytes of {full:,}: {full / diff:.0f}x smaller")
+        bound = summary.diff_ratio_to_bound
+        near = f", {bound:.2f} times the entropy of what changed" if bound else ""
+        lines.append(f"a diff holds {diff:,.0f} bytes of {full:,}: {full / diff:.0f}x smaller{near}")
+    if summary.audit_weights is not None:
+        way = summary.audit_weights
+        lines.append(
+            f"the verifier loaded whole weights {way.loaded} times, applied {way.applied} diffs, and stepped "
+            + f"{way.stepped} versions back and forth without reloading"
+        )
     same = "every honest node ended" if summary.roots_equal else "NOT every honest node ended"
     lines.append(f"{same} on the newest weights, bit for bit")
     lines.extend(_fate(cheater) for cheater in summary.cheaters)

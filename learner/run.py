@@ -315,7 +315,8 @@ class Learner:
         metrics = finite(result.metrics | self._times(planned, result, step_s, self.clock.monotonic() - started) | {
             "version": planned.plan.version, "parent_version": planned.plan.parent_version,
             "state_root": made.manifest.state_root, "diff_bytes": made.diff_bytes, "anchor_bytes": made.anchor_bytes,
-            "full_bytes": made.full_bytes, "quarantined_groups": self.journal.quarantined_groups,
+            "full_bytes": made.full_bytes, "diff_ratio_to_bound": made.ratio_to_bound,
+            "quarantined_groups": self.journal.quarantined_groups,
             "dropped_tokens": self._room.dropped.tokens, "dropped_by_task": dict(self._room.dropped.by_task),
             "dropped_by_length": dict(self._room.dropped.by_length),
         })

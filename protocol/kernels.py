@@ -12,12 +12,13 @@ import numpy as np
 from protocol import bundle
 from protocol.messages import SamplingRules
 from protocol.rollout import NO_CODE, Bundle, Finish, Rollout, Segment
-from protocol.weights import kernels
+from protocol.weights import bound, kernels
 
 
 def compile_all() -> None:
     """Use every kernel once. Harmless, and quick, when they are compiled already or numba is missing."""
     kernels.compiled()
+    bound.compiled()
     rules = SamplingRules(vocab_size=2, head_size=2, max_new_tokens=1, eos_token_ids=[0])
     bundle.decode(bundle.encode(Bundle((_smallest(),))), rules)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from protocol.errors import LocalFault, code
@@ -36,6 +37,15 @@ class States(Protocol):
         """
 
 
+@dataclass
+class Moves:
+    """How states were come by, each counted; stepping decodes, fetches and hashes nothing."""
+
+    loaded: int = 0  #: whole states decoded from an anchor
+    applied: int = 0  #: versions made by applying a diff
+    stepped: int = 0  #: versions gone back or forth by a log
+
+
 class StateRing:
     """States rebuilt from a store's objects; each root is checked the first time a version is reached."""
 
@@ -49,6 +59,7 @@ class StateRing:
         self._redos: list[Undo] = []  #: the last of them leads from ``_version`` to the version after
         self._rooted: set[int] = set()
         self._chunks: OrderedDict[str, bytes] = OrderedDict()
+        self.moves = Moves()
 
     def state(self, version: int) -> State:
         """The weights of ``version`` (see :class:`States`)."""
@@ -71,6 +82,7 @@ class StateRing:
         source[-1].swap(self._state)
         target.append(source.pop())
         self._version += by
+        self.moves.stepped += 1
 
     def _steps_lead_to(self, version: int) -> bool:
         manifests = [self._book.get(step) for step in range(self._version + 1, version + 1)]
@@ -89,6 +101,7 @@ class StateRing:
         self._redos.clear()
         self._state = decode_anchor(self._get(manifest.anchor), self._layout, manifest.anchor)
         self._version = anchor
+        self.moves.loaded += 1
         self._check_root(manifest)
 
     def _step(self) -> None:
@@ -104,6 +117,7 @@ class StateRing:
             undo.revert(self._state)
             raise
         self._version = manifest.version
+        self.moves.applied += 1
         self._undos.append(undo)
         del self._undos[: -self._kept_undos or None]
 

@@ -21,6 +21,7 @@ from protocol.weights.sources import ChunkSource, HttpSource, source_at, source_
 from protocol.weights.state_root import usable_hash
 from verifier.checkpoints import CheckpointBook
 from verifier.config import VerifierConfig
+from verifier.exposition import Exposition
 from verifier.findings import Judgement, Report
 from verifier.model_files import fetch_model_files
 from verifier.model_shelf import ModelShelf
@@ -37,15 +38,16 @@ _LAST_PAUSE_S: Final = 30.0
 
 
 class Worker:
-    """One verifier at work. ``fetch`` gets an object by hash."""
+    """One verifier at work. ``fetch`` gets an object by hash; ``on_verdict`` is told each outcome."""
 
     def __init__(
         self, client: CoordinatorClient, identity: Identity, session: Session, fetch: Callable[[str], bytes],
         *, clock: Clock | None = None, poll_s: float = 0.25, close: Callable[[], None] = lambda: None,
+        on_verdict: Callable[[str], None] = lambda _: None,
     ):
         self._client, self._identity, self._session, self._fetch = client, identity, session, fetch
         self._clock: Clock = clock or SystemClock()
-        self._poll_s, self._close = poll_s, close
+        self._poll_s, self._close, self._on_verdict = poll_s, close, on_verdict
 
     def __enter__(self) -> Self:
         return self
@@ -85,6 +87,7 @@ class Worker:
         judgement = self._judge(job)
         verdict = self._verdict(job, judgement)
         self._client.verdict(verdict)
+        self._on_verdict(verdict.outcome)
         logger.info("verdict", extra={
             "outcome": verdict.outcome, "code": verdict.code, "node": verdict.node_id[:16], "lease": verdict.lease_id,
             "tiers": verdict.tiers, "tokens": verdict.tokens, "seconds": round(self._clock.monotonic() - started, 3),
@@ -183,7 +186,11 @@ def start(config: VerifierConfig, client: CoordinatorClient, identity: Identity,
     states = StateRing(layout, book, pool.fetch, kept_undos=config.kept_undos)
     shelf = ModelShelf(model_dir, layout, states, device=config.device, threads=config.threads)
     session = Session(run, book, Rewards(run, model_dir, fetch), shelf)
-    return Worker(client, identity, session, fetch, clock=clock, poll_s=config.poll_s, close=pool.close)
+    exposition = Exposition(config.work / "metrics.prom", states.moves)
+    return Worker(
+        client, identity, session, fetch, clock=clock, poll_s=config.poll_s, close=pool.close,
+        on_verdict=exposition.verdict,
+    )
 
 
 def _pool(config: VerifierConfig, clock: Clock) -> SourcePool:

@@ -16,6 +16,7 @@ from protocol.errors import LocalFault, code
 from protocol.identity import Identity
 from protocol.messages import CheckpointHead, CheckpointManifest, ChunkRef
 from protocol.store import Store
+from protocol.weights.bound import diff_bound
 from protocol.weights.chunk import MAX_CHUNK_BYTES, chunk_output
 from protocol.weights.diff import encode_anchor, encode_diff
 from protocol.weights.follower import CheckpointFollower
@@ -49,6 +50,12 @@ class PublishedVersion:
     diff_bytes: int
     anchor_bytes: int
     full_bytes: int  #: length of the canonical state, for comparison
+    bound_bytes: float  #: entropy of the change, given the old exponents (protocol.weights.bound); 0 for none
+
+    @property
+    def ratio_to_bound(self) -> float | None:
+        """Bytes of the diff over its bound; None when nothing changed."""
+        return self.diff_bytes / self.bound_bytes if self.bound_bytes else None
 
 
 def publish(
@@ -80,6 +87,7 @@ def publish(
     hash_id = hash_named(state_hash)
     base_root = _check_base(layout, previous, old, hash_id)
     diff = [] if old is None else _put_all(store, encode_diff(layout, old, new))
+    bound = 0.0 if old is None else diff_bound(layout, old, new).exponent
     wanted = previous is None or (anchor(_total(diff)) if callable(anchor) else anchor)
     whole = _put_all(store, encode_anchor(layout, new)) if wanted else []
     leaves = leaf_list(layout, new, hash_id=hash_id)
@@ -101,7 +109,7 @@ def publish(
     )
     envelope = manifest.sign(identity)
     key = store.put(envelope.to_bytes())
-    return PublishedVersion(envelope, manifest, key, _total(diff), _total(whole), layout.nbytes)
+    return PublishedVersion(envelope, manifest, key, _total(diff), _total(whole), layout.nbytes, bound)
 
 
 def sign_head(

@@ -33,6 +33,7 @@ SETTINGS = (
 SUMMARY_KEYS = {
     "versions_published", "reward_first", "reward_last", "rollouts_accepted", "rollouts_rejected", "tokens_generated",
     "tokens_trained", "honest_nodes_banned", "cheaters", "diff_bytes_mean", "full_bytes", "roots_equal", "wall_s",
+    "diff_ratio_to_bound", "audit_weights",
 }
 
 
@@ -123,7 +124,15 @@ def test_it_ends_by_itself_with_the_promised_summary(story: Story) -> None:
     assert story.summary["honest_nodes_banned"] == 0
     assert story.summary["rollouts_accepted"] > 0
     assert 0 < story.summary["diff_bytes_mean"] < story.summary["full_bytes"]
+    assert 1 <= story.summary["diff_ratio_to_bound"] < 2
     assert [pid for pid in story.end_pids if not is_gone(pid)] == []
+
+
+def test_audits_step_between_versions_without_reloading(story: Story) -> None:
+    """Since the kill of the verifier: one anchor at its start, perhaps more for rollouts older than that anchor."""
+    ways = story.summary["audit_weights"]
+    assert 1 <= ways["loaded"] <= 3
+    assert ways["applied"] + ways["stepped"] > 2
 
 
 def test_every_node_ends_on_the_same_bits(story: Story) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from coordinator.foundation import Founding, found
 from coordinator.presets import TINY
+from coordinator.up_summary import read_audit_weights
 from protocol import bundle as bundles
 from protocol.api import JoinLink
 from protocol.client import CoordinatorClient
@@ -168,6 +169,10 @@ def test_a_verifier_at_work(network, tmp_path):
     assert found["code"] in {"E_HEAD_KL", "E_TOKEN_KL", "E_HEAD_ENTRY"}
     assert [verdict["code"] for verdict in found["verdicts"]] == [found["code"]]
     assert found["tiers"] == ["T0", "T1", "T2", "T3"]
+
+    counted = read_audit_weights(tmp_path / "work" / "metrics.prom")
+    assert counted is not None
+    assert (counted.loaded, counted.applied) == (1, 1)  # T2 of both, and T3 of the cheat, from one state in memory
 
     network.verifier.send_signal(signal.SIGTERM)
     assert network.verifier.wait(PATIENCE_S) == 0

@@ -8,7 +8,15 @@ from rich.console import Console
 
 from coordinator.up_plan import Folder, FolderLock, free_port, port_is_free, settle
 from coordinator.up_status import DrillSeen, NodeSeen, RolloutsSeen, RunSeen, Status
-from coordinator.up_summary import Summary, in_words, reward_ends, roots_equal, summarise
+from coordinator.up_summary import (
+    AuditWeights,
+    Summary,
+    in_words,
+    read_audit_weights,
+    reward_ends,
+    roots_equal,
+    summarise,
+)
 from coordinator.up_view import JsonView, LiveView, sparkline
 from protocol.errors import LocalFault
 
@@ -20,13 +28,14 @@ STATUS = Status(
         NodeSeen(id="2" * 64, name="mallory-int8", state="banned", drill="int8", rejected=4, reasons={"E_KL": 4}),
     ],
     drills=[DrillSeen(node="2" * 64, attack="int8", caught=True, rollouts_before_caught=4, code="E_KL")],
-    diff_bytes_mean=1000.0, full_bytes=100_000,
+    diff_bytes_mean=1000.0, diff_ratio_to_bound=1.0375, full_bytes=100_000,
 )
 
 #: The keys that summary.json promises, in no order.
 KEYS = {
     "versions_published", "reward_first", "reward_last", "rollouts_accepted", "rollouts_rejected", "tokens_generated",
     "tokens_trained", "honest_nodes_banned", "cheaters", "diff_bytes_mean", "full_bytes", "roots_equal", "wall_s",
+    "diff_ratio_to_bound", "audit_weights",
 }
 
 
@@ -50,9 +59,22 @@ def test_a_banned_honest_node_is_counted() -> None:
     assert banned.honest_nodes_banned == 1
 
 
+def test_what_the_verifier_counted_is_read_from_its_metrics(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.prom"
+    assert read_audit_weights(file) is None
+    moves = {"anchors_loaded": 1, "diffs_applied": 15, "versions_stepped": 42}
+    file.write_text("".join(f"# TYPE assay_verifier_{n} gauge\nassay_verifier_{n} {c}.0\n" for n, c in moves.items()))
+    found = read_audit_weights(file)
+    assert found == AuditWeights(loaded=1, applied=15, stepped=42)
+    file.write_text("assay_verifier_anchors_loaded 1.0\n")
+    assert read_audit_weights(file) is None
+    words = "\n".join(in_words(summary().model_copy(update={"audit_weights": found})))
+    assert "loaded whole weights 1 times" in words
+
+
 def test_words_say_what_did_not_hold() -> None:
     words = "\n".join(in_words(summary().model_copy(update={"roots_equal": False})))
-    assert "100x smaller" in words
+    assert "100x smaller, 1.04 times the entropy" in words
     assert "NOT every honest node" in words
     assert "int8: caught after 4 rollouts (E_KL)" in words
     assert "stale: not caught" in words

@@ -69,6 +69,7 @@ def test_stepping_back_and_forth_fetches_and_decodes_nothing(learner, monkeypatc
     for version in (8, 9, 8, 5, 7, 9):
         assert same_bits(ring.state(version), learner.states[version])
     assert len(fetched) == before
+    assert (ring.moves.loaded, ring.moves.applied, ring.moves.stepped) == (1, 5, 1 + 1 + 1 + 3 + 2 + 2)
 
 
 def test_a_joiner_begins_at_the_nearest_anchor(learner):

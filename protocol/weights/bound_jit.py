@@ -1,0 +1,36 @@
+"""The one hot loop of ``bound``, compiled: how many words there are of each exponent. Same results as in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numba
+import numpy as np
+from numba import int64, types, uint16, uint32
+
+_LANES = 4  #: tables in turn, so that equal neighbours do not wait for each other
+_EXPONENTS = np.uint32(0xFF)
+
+
+def _signature(words: Any) -> Any:
+    return types.void(types.Array(words, 1, "C", readonly=True), uint32, int64[::1])
+
+
+def _count(words_N: Any, shift: Any, counts_K: Any) -> None:
+    lanes_LK = np.zeros((_LANES, 256), np.int64)
+    whole = len(words_N) // _LANES * _LANES
+    for i in range(0, whole, _LANES):
+        for lane in range(_LANES):
+            lanes_LK[lane, (np.uint32(words_N[i + lane]) >> shift) & _EXPONENTS] += 1
+    for i in range(whole, len(words_N)):
+        lanes_LK[0, (np.uint32(words_N[i]) >> shift) & _EXPONENTS] += 1
+    for lane in range(_LANES):
+        for key in range(256):
+            counts_K[key] += lanes_LK[lane, key]
+
+
+#: ``count(words, shift, counts)`` adds the number of words of each key (8 bits from ``shift`` up) to ``counts``.
+count = cast(
+    "Callable[..., None]", numba.njit([_signature(uint16), _signature(uint32)], cache=True, nogil=True)(_count)
+)
