@@ -23,6 +23,7 @@ from coordinator.rendezvous import Rendezvous
 from coordinator.replicas import Replicas
 from coordinator.run import Run
 from coordinator.screens import Screens
+from coordinator.shelf import Shelf
 from coordinator.submissions import Submissions
 from coordinator.uploads import Uploads
 from protocol import evidence as evidence_file
@@ -60,6 +61,7 @@ class Coordinator:
     ):
         self.config, self.run, self.keyring = config, run, keyring
         self.database, self.store, self.clock = database, store, clock
+        self.shelf = Shelf(store)
         self.registry = Registry(run, config.max_clock_skew_ms)
         self.rendezvous = Rendezvous(self.registry)
         self.groups = Groups(run, prompts, config.batches_ahead)

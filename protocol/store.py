@@ -79,6 +79,14 @@ class Store(Protocol):
         """
         ...
 
+    def stamp(self, sha256: str) -> tuple[int, ...] | None:
+        """Numbers that change when something is written in the object's place; None when nobody can tell.
+
+        Raises:
+            LocalFault: ``E_NOT_FOUND`` or ``E_STORE``.
+        """
+        ...
+
     def delete(self, sha256: str) -> None:
         """Forget the object; nothing happens when it is not there."""
         ...
@@ -226,8 +234,16 @@ class DirectoryStore:
 
     def size(self, sha256: str) -> int:
         """See :meth:`Store.size`."""
+        return self._stat(sha256).st_size
+
+    def stamp(self, sha256: str) -> tuple[int, ...] | None:
+        """See :meth:`Store.stamp`: device, inode, size and the times of the last writing and of the last change."""
+        found = self._stat(sha256)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+    def _stat(self, sha256: str) -> os.stat_result:
         try:
-            return self._file(sha256).stat().st_size
+            return self._file(sha256).stat()
         except FileNotFoundError:
             raise missing(sha256) from None
         except OSError as error:

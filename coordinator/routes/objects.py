@@ -27,21 +27,22 @@ def get_object(request: Request, desk: Desk, sha256: str) -> Response:
     presigned = desk.store.presign_get(sha256, PRESIGNED_S)
     if presigned is not None:
         return RedirectResponse(presigned.url, status_code=307)
-    data = desk.store.get(sha256)
+    size = desk.shelf.size(sha256)
     headers = {"ETag": f'"{sha256}"', "Cache-Control": "public, immutable, max-age=31536000", "Accept-Ranges": "bytes"}
     media_type = "application/octet-stream"
     wanted = request.headers.get("range")
     if wanted is None:
-        return Response(data, media_type=media_type, headers=headers)
-    span = byte_range(wanted, len(data))
+        return Response(desk.shelf.read(sha256, 0, size), media_type=media_type, headers=headers)
+    span = byte_range(wanted, size)
     if span is None:
         fault = PeerFault(
-            E_RANGE, "the range lies outside the object", expected=f"within {len(data)} bytes", got=wanted[:80]
+            E_RANGE, "the range lies outside the object", expected=f"within {size} bytes", got=wanted[:80]
         )
-        return problem_response(fault, {"Content-Range": f"bytes */{len(data)}"})
+        return problem_response(fault, {"Content-Range": f"bytes */{size}"})
     first, last = span
-    headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
-    return Response(data[first : last + 1], status_code=206, media_type=media_type, headers=headers)
+    headers["Content-Range"] = f"bytes {first}-{last}/{size}"
+    part = desk.shelf.read(sha256, first, last + 1)
+    return Response(part, status_code=206, media_type=media_type, headers=headers)
 
 
 @router.get("/skips/{name}", response_class=Response, responses={404: {}})

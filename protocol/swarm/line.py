@@ -11,6 +11,8 @@ from libp2p.exceptions import BaseLibp2pError
 from protocol.errors import E_UNREACHABLE, Transient
 
 _BLOCK: Final = 64 * 2**10
+#: Bytes written at once: a frame of Yamux, its header of 12 bytes included, then fits into one message of Noise.
+_FRAME: Final = 65_519 - 12
 
 
 class _Stream(Protocol):
@@ -60,7 +62,8 @@ class Line:
             Transient: ``E_UNREACHABLE`` when it broke.
         """
         try:
-            await self._stream.write(data)
+            for at in range(0, len(data), _FRAME):
+                await self._stream.write(data[at : at + _FRAME])
         except (BaseLibp2pError, OSError, ValueError) as error:
             raise self._broken(error) from None
 

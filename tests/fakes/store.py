@@ -35,6 +35,9 @@ class MemoryStore:
             raise missing(sha256)
         return len(self.objects[sha256])
 
+    def stamp(self, sha256: str) -> tuple[int, ...] | None:
+        return None
+
     def delete(self, sha256: str) -> None:
         self.objects.pop(check_key(sha256), None)
 

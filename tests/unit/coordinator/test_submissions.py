@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from typing import Any
 
 import pytest
@@ -118,6 +120,41 @@ def test_an_upload_address_takes_exactly_its_object(world: World) -> None:
     assert (beyond.status_code, beyond.json()["code"], beyond.headers["content-range"]) == (416, "E_RANGE", "bytes */8")
     assert world.http.get("/v1/objects/../../keys/root.key").status_code == 404
     assert world.http.get(f"/v1/objects/{sha('nothing')}").json()["code"] == "E_NOT_FOUND"
+
+
+def test_an_object_is_hashed_once_however_many_parts_of_it_are_asked_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, get, hashed = bytes(range(200)) * 1000, world.store.get, []
+
+    def counted(sha256: str, *limit: int) -> bytes:
+        hashed.append(sha256)
+        return get(sha256, *limit)
+
+    monkeypatch.setattr(world.store, "get", counted)
+    sha256 = world.store.put(data)
+
+    def part(start: int) -> tuple[int, bytes]:
+        answer = world.http.get(f"/v1/objects/{sha256}", headers={"range": f"bytes={start}-{start + 999}"})
+        return answer.status_code, answer.content
+
+    for start in range(0, len(data), 10_000):
+        assert part(start) == (206, data[start : start + 1000])
+    assert world.http.get(f"/v1/objects/{sha256}").content == data
+    assert hashed == [sha256]
+    file = world.store.path / sha256[:2] / sha256
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    file.chmod(0o644)
+    file.write_bytes(data[:-1] + b"!")  # a damaged disk, as far as a file's own times can hide it
+    os.utime(file, ns=times)
+    status, body = part(0)
+    assert status >= 500
+    assert json.loads(body)["code"] == "E_OBJECT_HASH"
+    world.store.put(data)  # repaired
+    assert [part(0), part(5000)] == [(206, data[:1000]), (206, data[5000:6000])]
+    assert hashed == [sha256] * 3
+    file.unlink()
+    assert part(0)[0] == 404
 
 
 def test_an_upload_address_expires(world: World) -> None:

@@ -1,0 +1,49 @@
+"""Objects as they are handed out: each is hashed when it is first asked for, and again when its file is another one.
+
+A download in parts would otherwise hash the whole object for every part.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Final
+
+from protocol.store import Store
+
+#: Objects whose check is remembered.
+_REMEMBERED: Final = 65_536
+
+
+class Shelf:
+    """Reads a store for others. Thread-safe."""
+
+    def __init__(self, store: Store):
+        self._store = store
+        self._checked: OrderedDict[str, tuple[tuple[int, ...], int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def size(self, sha256: str) -> int:
+        """Bytes of an object that is known to be whole.
+
+        Raises:
+            LocalFault: ``E_NOT_FOUND``, ``E_OBJECT_HASH`` (the store damaged it), ``E_STORE``.
+            Transient: the store cannot be reached.
+        """
+        stamp = self._store.stamp(sha256)
+        with self._lock:
+            known = self._checked.get(sha256)
+            if known is not None and known[0] == stamp:
+                self._checked.move_to_end(sha256)
+                return known[1]
+        size = len(self._store.get(sha256))
+        if stamp is not None and stamp == self._store.stamp(sha256):
+            with self._lock:
+                self._checked[sha256] = stamp, size
+                while len(self._checked) > _REMEMBERED:
+                    self._checked.popitem(last=False)
+        return size
+
+    def read(self, sha256: str, start: int, end: int) -> bytes:
+        """Bytes ``start`` to ``end`` of an object whose :meth:`size` was asked for just before."""
+        return self._store.read(sha256, start, end)
