@@ -1,9 +1,12 @@
 """Real diffs for ``weight_codec.py``: a policy gradient moves SmolLM2-135M, and every published version is kept.
 
-Masters are fp32 and begin *dithered*: uniformly distributed over the interval that rounds to their bf16 weight, which
-is where a long run's masters are. The model samples its own completions; advantages are a group's normalised rewards;
-AdamW steps on the masters. Recorded are the first published state and, per step, which bf16 words changed to what. The
-same gradients at other learning rates give one diff each of another density.
+Masters are fp32 and begin *dithered*. The package at hand ships SmolLM2 in 4 and 8 bits (GGUF types Q4_1 and Q8_0), so
+its weights lie on a few points per block of 32, and one in a hundred embeddings is exactly zero, which no weight of a
+trained bf16 model is. Each master is therefore drawn uniformly from the interval that its quantised value stands for
+(of a norm's weights, which are not quantised: from the one that rounds to their bf16 number). The model samples its own
+completions; advantages are a group's normalised rewards; AdamW steps on the masters. Recorded are the first published
+state and, per step, which bf16 words changed to what. The same gradients at other learning rates give one diff each of
+another density.
 """
 
 from __future__ import annotations
@@ -21,12 +24,17 @@ from protocol.weights.layout import Layout, State, copy_state, read_safetensors,
 
 #: Learning rate of the recorded chain, and those of single diffs from the same state.
 CHAIN_LR: Final = 1e-6
-SINGLE_LRS: Final = (1e-7, 3e-7, 4e-6)
+SINGLE_LRS: Final = (3e-7, 4e-6)
 #: Steps taken before the first recorded state, so that AdamW's moments are no longer those of its first step.
 _WARM_UP: Final = 3
 #: Batches of 8 rollouts, used in turns.
 _BATCHES: Final = 2
+#: What a recording is made by; one of another recipe is made anew.
+_RECIPE: Final = 2
 _BETA_1, _BETA_2, _EPS = 0.9, 0.999, 1e-8
+#: Weights that share a step in GGUF, and the tensor that has 8 bits; the other matrices have 4.
+_QUANTISED_TOGETHER: Final = 32
+_EIGHT_BITS: Final = ("model.embed_tokens.weight",)
 _PROMPTS: Final = (
     "What is {a} plus {b}? Think step by step.", "Tom has {a} apples and buys {b} more. How many has he now?",
     "Write a short sentence with the numbers {a} and {b}.", "Which is larger, {a} or {b}? Explain.",
@@ -56,8 +64,10 @@ def load(folder: Path) -> Recording | None:
     """What :func:`record` left in ``folder``; None when there is nothing."""
     if not (folder / "done.json").exists():
         return None
-    layout, first = read_safetensors(folder / "first.safetensors")
     files = json.loads((folder / "done.json").read_text(encoding="utf-8"))
+    if files.get("recipe") != _RECIPE:
+        return None
+    layout, first = read_safetensors(folder / "first.safetensors")
     return Recording(
         layout, first, [_read(folder / name) for name in files["chain"]],
         {float(lr): _read(folder / name) for lr, name in files["singles"].items()},
@@ -89,7 +99,8 @@ def record(folder: Path, steps: int, seed: int, log: Callable[[str], None]) -> R
         trainer.apply(update)
         if step >= _WARM_UP:
             chain.append(_write(folder, f"step-{step - _WARM_UP:03d}", before, trainer.published()))
-            (folder / "done.json").write_text(json.dumps({"chain": chain, "singles": singles}), encoding="utf-8")
+            done = {"recipe": _RECIPE, "chain": chain, "singles": singles}
+            (folder / "done.json").write_text(json.dumps(done), encoding="utf-8")
             log(f"recorded step {len(chain)} of {steps}")
     recording = load(folder)
     assert recording is not None
@@ -120,7 +131,7 @@ class _Trainer:
         self.parameters = dict(sorted(self._model.named_parameters()))
         self._random = np.random.default_rng(seed)
         generator = torch.Generator().manual_seed(seed)
-        self._masters = [dithered(p.detach(), generator) for p in self.parameters.values()]
+        self._masters = [_unquantised(name, p.detach(), generator) for name, p in self.parameters.items()]
         self._first = [torch.zeros_like(m) for m in self._masters]
         self._second = [torch.zeros_like(m) for m in self._masters]
         self.push()
@@ -200,6 +211,21 @@ def dithered(weights: Any, generator: Any) -> Any:
     noise = torch.randint(-(2**15) + 1, 2**15, weights.shape, generator=generator, dtype=torch.int32)
     # A pattern of all zeros has no pattern below it in the same sign.
     return (bits + torch.where(bits & 0x7FFFFFFF == 0, noise.abs(), noise)).view(torch.float32)
+
+
+def _unquantised(name: str, weights: Any, generator: Any) -> Any:
+    """fp32 numbers drawn uniformly from those that the quantiser, or rounding to bf16, maps to ``weights``."""
+    import torch
+
+    if weights.ndim == 1:
+        return dithered(weights, generator)
+    blocks = weights.reshape(-1, _QUANTISED_TOGETHER)
+    if name in _EIGHT_BITS:  # Q8_0: multiples of a step, up to 127 of them
+        step = blocks.abs().amax(1, keepdim=True) / 127
+    else:  # Q4_1: 16 numbers at equal distances
+        step = (blocks.amax(1, keepdim=True) - blocks.amin(1, keepdim=True)) / 15
+    noise = torch.rand(blocks.shape, generator=generator) - 0.5
+    return torch.addcmul(blocks, step, noise).reshape(weights.shape)
 
 
 def _layout(state: State) -> Layout:

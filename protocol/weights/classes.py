@@ -9,7 +9,7 @@ mantissa of F16. A class is a range of keys. Spec: ``docs/spec/weight-diff.md``,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ MAX_CLASSES: Final = 16
 #: Estimated cost of one more class, in bits: its record, three streams, two tables of an entropy coder.
 _CLASS_BITS: Final = 8 * 80
 #: Step magnitudes told apart when classes are chosen.
-_MAGNITUDES: Final = 64
+MAGNITUDES: Final = 64
 #: Words per block of a sample, and how many blocks one sampled block stands for.
 _SAMPLE_BLOCK, _SAMPLE_EVERY = 2048, 32
 #: Fewest words for which sampling is exact enough.
@@ -33,6 +33,10 @@ _SAMPLED_WORDS: Final = 2**20
 _SMALL_WORDS: Final = 512
 #: Groups of keys that may become classes of their own.
 _GROUPS: Final = 48
+
+
+#: See :func:`count_cells`.
+Count = Callable[[NDArray[Any], NDArray[Any]], tuple[NDArray[np.int64], NDArray[np.int64]]]
 
 
 @dataclass(frozen=True)
@@ -106,17 +110,35 @@ def apply(pieces: Sequence[NDArray[Any]], changes: Changes) -> list[tuple[NDArra
     return done
 
 
+def join(
+    numbers: NDArray[np.uint32], away: NDArray[np.uint8], counts: NDArray[np.int64], words: np.dtype[Any]
+) -> tuple[NDArray[Any], NDArray[np.int64]] | None:
+    """Folded steps of type ``words``, and how many words of each class lie up to and with its last changed one.
+
+    ``numbers`` (2n,) holds all gaps, by class, then all magnitudes; ``away`` (n,) the directions, 0 or 1. None where a
+    magnitude stands for a step of zero or of more than half a circle.
+    """
+    gaps, magnitudes = numbers[: len(away)], numbers[len(away) :]
+    last = 2 ** (8 * words.itemsize - 1) - 1
+    if (magnitudes.astype(np.int64) + away > last).any():
+        return None
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(gaps, dtype=np.int64)])[np.cumsum([0, *counts])]
+    return (magnitudes << np.uint32(1) | away).astype(words), np.diff(ends) + counts
+
+
 # -- choosing classes ------------------------------------------------------------------------------------
 
 
-def choose(old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
-    """(C,) smallest key of each class.
+def choose(
+    old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]], count: Count | None = None
+) -> NDArray[np.uint8]:
+    """(C,) smallest key of each class; ``count`` stands in for :func:`count_cells`.
 
     From a sample of the words; exact optimum, under the estimate, over all ways to cut the keys into ranges.
     """
     if sum(map(len, old)) < _SMALL_WORDS:
         return np.zeros(1, np.uint8)
-    populations, magnitudes = _histograms(old, new)
+    populations, magnitudes = _histograms(old, new, count or count_cells)
     groups = _groups(populations, magnitudes.sum(1))
     starts = np.append(groups, 256)
     costs = _range_costs(
@@ -126,11 +148,10 @@ def choose(old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]]) -> NDArray[
 
 
 def _histograms(
-    old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]]
+    old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]], count: Count
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(256,) words of each key and (256, _MAGNITUDES) changed ones by size of the step, both estimated."""
-    populations = np.zeros(256)
-    magnitudes = np.zeros(256 * _MAGNITUDES)
+    """(256,) words of each key and (256, MAGNITUDES) changed ones by size of the step, both estimated."""
+    populations, magnitudes = np.zeros(256), np.zeros((256, MAGNITUDES))
     stride = _SAMPLE_EVERY if sum(map(len, old)) >= _SAMPLED_WORDS else 1
     for before, after in zip(old, new, strict=True):
         scale = 1.0
@@ -139,13 +160,19 @@ def _histograms(
             scale = len(before)
             before, after = (x[:whole].reshape(-1, _SAMPLE_BLOCK)[::stride].reshape(-1) for x in (before, after))
             scale /= len(before)
-        keys = keys_of(before)
-        populations += scale * np.bincount(keys, minlength=256)
-        at = np.flatnonzero(before != after)
-        size = np.minimum(tokens_of((steps.fold(before[at], after[at]) >> 1).astype(np.uint32)), _MAGNITUDES - 1)
-        cells = keys[at].astype(np.int64) * _MAGNITUDES + size
-        magnitudes += scale * np.bincount(cells, minlength=256 * _MAGNITUDES)
-    return populations, magnitudes.reshape(256, _MAGNITUDES)
+        of_keys, of_cells = count(before, after)
+        populations += scale * of_keys
+        magnitudes += scale * of_cells
+    return populations, magnitudes
+
+
+def count_cells(before: NDArray[Any], after: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(256,) words of each key; (256, MAGNITUDES) changed ones by token of the step's magnitude, the last for more."""
+    keys = keys_of(before)
+    at = np.flatnonzero(before != after)
+    size = np.minimum(tokens_of((steps.fold(before[at], after[at]) >> 1).astype(np.uint32)), MAGNITUDES - 1)
+    cells = np.bincount(keys[at].astype(np.int64) * MAGNITUDES + size, minlength=256 * MAGNITUDES)
+    return np.bincount(keys, minlength=256), cells.reshape(256, MAGNITUDES)
 
 
 def _groups(populations: NDArray[np.float64], changed: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -159,7 +186,7 @@ def _range_costs(populations: NDArray[np.float64], magnitudes: NDArray[np.float6
     """(G, G + 1) bits that one class of groups i to j (excluded) takes; infinite where i >= j."""
     total = _differences(populations)
     changed = _differences(magnitudes.sum(1))
-    steps_bits = _xlog2x(changed) - sum(_xlog2x(_differences(column)) for column in magnitudes.T)
+    steps_bits = _xlog2x(changed) - sum(_xlog2x(_differences(column)) for column in magnitudes.T if column.any())
     place_bits = _xlog2x(total) - _xlog2x(changed) - _xlog2x(total - changed)
     costs: NDArray[np.float64] = place_bits + steps_bits + changed + np.where(changed > 0, _CLASS_BITS, 8 * 9)
     costs[np.tril_indices(len(costs), -1)] = np.inf

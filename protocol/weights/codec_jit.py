@@ -1,10 +1,9 @@
 """Numba kernels of the diff codec: same results as ``classes`` and ``tokens``, in one pass over the words.
 
-Imported only where speed matters (see ``kernels``). All release the GIL. Words are looked at in small blocks: loops of
-fixed length over 8-bit keys become vector instructions, and only where a block holds a change are words looked at one
-by one.
+Imported only where speed matters (see ``kernels``). All release the GIL. Words are looked at in units of 64, of which
+``vector_jit`` knows at once which are in which class; only changed ones are looked at one by one.
 
-Legend: C classes, n changed words, N words of one piece, B words of a block.
+Legend: C classes (arrays of MAX_CLASSES), n changed words, N words of one piece, B words of a block.
 """
 
 from __future__ import annotations
@@ -17,15 +16,35 @@ import numpy as np
 from numba import int64, types, uint8, uint16, uint32, uint64
 from numpy.typing import NDArray
 
-#: Words per block (counters are bytes), and per group within a block.
-_BLOCK, _GROUP = 128, 16
+from protocol.weights.classes import MAX_CLASSES
+from protocol.weights.vector_jit import (
+    UNIT,
+    UNITS,
+    class_sets,
+    count_block,
+    differing,
+    first,
+    leading_zeros,
+    members,
+    read_64,
+    take,
+    unit_of,
+    write_64,
+)
+
+#: Words of a block; numbers in an array with one for each class in each unit.
+_BLOCK, _ROWS = UNITS * UNIT, UNITS * MAX_CLASSES
 #: Eight small numbers in one, a byte each: all 1, all 128.
 _ONES, _TOPS = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)
-_PLACES = np.arange(_BLOCK, dtype=np.uint8)
-_ONE, _LAST = np.uint8(1), np.uint8(255)
-_FAR, _WIDE = np.int64(2**62), np.uint64(2**16)
+_FIVES, _THREES, _FIFTEENS = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333), np.uint64(0x0F0F0F0F0F0F0F0F)
+_ALL = np.uint64(2**64 - 1)
+#: For a byte b and a rank r, at 256 r + b: which bit of b has r others before it.
+_SELECT = np.array([([i for i in range(8) if b >> i & 1] + [0] * 8)[r] for r in range(8) for b in range(256)], np.uint8)
+_FAR, _WIDE = np.int64(2**40), np.uint64(2**16)
 _S7, _S23 = np.uint32(7), np.uint32(23)
-_U0, _U1, _U7, _U8, _U56, _U255 = (np.uint64(n) for n in (0, 1, 7, 8, 56, 255))
+_ONE, _SIXTEEN, _TOP_THREE = np.uint32(1), np.uint32(16), np.uint32(29)
+_U0, _U1, _U2, _U3, _U4, _U7, _U8 = (np.uint64(n) for n in (0, 1, 2, 3, 4, 7, 8))
+_U53, _U56, _U255 = np.uint64(53), np.uint64(56), np.uint64(255)
 
 _U12, _U16, _U20, _LOW_12, _LOW_16, _LOWEST = (np.uint64(n) for n in (12, 16, 20, 2**12 - 1, 2**16 - 1, 2**16))
 
@@ -47,118 +66,71 @@ def _of(scalar: Any) -> Any:
     return types.Array(scalar, 1, "C", readonly=True)
 
 
+# Signs are as good as random, so nothing here branches on one.
+
+
+@_inlined
+def _sign(word: np.uint64, top: np.uint64) -> np.uint64:
+    """All bits set where the sign bit is set, none where it is not."""
+    return _U0 - np.uint64((word & top) != _U0)
+
+
 @_inlined
 def _rank(word: np.uint64, top: np.uint64) -> np.uint64:
-    return (~word) & ((top << _U1) - _U1) if word & top else word | top
+    """Rank among all patterns; correct in the bits up to ``top``, as in all that follows."""
+    return word ^ (_sign(word, top) | top)
 
 
 @_inlined
 def _fold(old: np.uint64, new: np.uint64, top: np.uint64) -> np.uint64:
-    mask = (top << _U1) - _U1
-    step = (_rank(new, top) - _rank(old, top)) & mask
-    if old & top:
-        step = (_U0 - step) & mask
-    zigzag = (((mask - step) << _U1) + _U1) if step & top else step << _U1
-    return (zigzag - _U1) & mask
+    sign = _sign(old, top)
+    step = ((_rank(new, top) - _rank(old, top)) ^ sign) - sign
+    return ((step << _U1) ^ _sign(step, top)) - _U1
 
 
 @_inlined
 def _unfold(old: np.uint64, folded: np.uint64, top: np.uint64) -> np.uint64:
-    mask = (top << _U1) - _U1
-    zigzag = folded + _U1
-    step = (zigzag >> _U1) ^ (_U0 - (zigzag & _U1))
-    if old & top:
-        step = _U0 - step
-    rank = (_rank(old, top) + step) & mask
-    return rank ^ top if rank & top else (~rank) & mask
+    sign, zigzag = _sign(old, top), (folded + _U1) & ((top << _U1) - _U1)
+    step = (((zigzag >> _U1) ^ (_U0 - (zigzag & _U1))) ^ sign) - sign
+    rank = _rank(old, top) + step
+    return rank ^ (~_sign(rank, top) | top)
 
 
 @_inlined
-def _load(words_B: NDArray[Any], wide: bool, keys_B: NDArray[np.uint8]) -> None:
-    """The key of each word of a block; zeros behind the last."""
-    size = len(words_B)
-    if size < _BLOCK:
-        for i in range(_BLOCK):
-            keys_B[i] = np.uint8(words_B[i] >> (_S23 if wide else _S7)) if i < size else np.uint8(0)
-    elif wide:
-        for i in range(_BLOCK):
-            keys_B[i] = np.uint8(words_B[i] >> _S23)
-    else:
-        for i in range(_BLOCK):
-            keys_B[i] = np.uint8(words_B[i] >> _S7)
+def _select(members: np.uint64, rank: np.uint64) -> np.uint64:
+    """The word of a set that has ``rank`` members before it (Vigna, "Broadword implementation of rank/select")."""
+    pairs = members - ((members >> _U1) & _FIVES)
+    fours = (pairs & _THREES) + ((pairs >> _U2) & _THREES)
+    sums = ((fours + (fours >> _U4)) & _FIFTEENS) * _ONES  # members up to and with each byte
+    place = (((((rank * _ONES) | _TOPS) - sums) & _TOPS) >> _U7) * _ONES >> _U53 & _U56
+    before = (sums << _U8) >> place & _U255
+    byte = members >> place & _U255
+    return place + np.uint64(_SELECT[(rank - before) << _U8 | byte])
 
 
 @_inlined
-def _count(keys_B: NDArray[np.uint8], size: int, firsts_C: NDArray[np.uint8], counts_C: NDArray[np.int64]) -> None:
-    """How many of the first ``size`` words of a block are in each class."""
-    above = _BLOCK
-    for c in range(len(firsts_C) - 1):
-        first, following = firsts_C[c + 1], np.uint8(0)
-        for i in range(_BLOCK):
-            following = np.uint8(following + np.uint8(keys_B[i] >= first))
-        counts_C[c] = above - np.int64(following)
-        above = np.int64(following)
-    counts_C[len(firsts_C) - 1] = above
-    counts_C[0] -= _BLOCK - size
+def _lowest(count: int) -> np.uint64:
+    """The first ``count`` words of a unit, none or all of them where it is not between 1 and 63."""
+    if count >= UNIT:
+        return _ALL
+    return (_U1 << np.uint64(count)) - _U1 if count > 0 else _U0
 
 
 @_inlined
-def _equal(old: NDArray[Any], new: NDArray[Any]) -> bool:
-    """Whether a whole group of words is the same."""
-    differing = np.uint8(0)
-    for i in range(_GROUP):
-        differing = np.uint8(differing + np.uint8(old[i] != new[i]))
-    return differing == 0
-
-
-@_inlined
-def _last(firsts_C: NDArray[np.uint8], c: int) -> np.uint8:
-    """Largest key of a class."""
-    return np.uint8(firsts_C[c + 1] - _ONE) if c + 1 < len(firsts_C) else _LAST
-
-
-@_inlined
-def _rank_in_block(keys_B: NDArray[np.uint8], first: np.uint8, last: np.uint8, at: int) -> np.int64:
-    """How many words before ``at`` have keys from ``first`` to ``last``."""
-    end, found = np.uint8(at), np.uint8(0)
-    for i in range(_BLOCK):
-        found = np.uint8(found + np.uint8((keys_B[i] >= first) & (keys_B[i] <= last) & (_PLACES[i] < end)))
-    return np.int64(found)
-
-
-@_inlined
-def _mark(keys_B: NDArray[np.uint8], first: np.uint8, last: np.uint8, marks_B: NDArray[np.uint8]) -> None:
-    """1 for each word with a key from ``first`` to ``last``, 0 for others."""
-    for i in range(_BLOCK):
-        marks_B[i] = np.uint8((keys_B[i] >= first) & (keys_B[i] <= last))
-
-
-@_inlined
-def _sums(eights: NDArray[np.uint64], begin: int) -> np.uint64:
-    """Marks up to and with each of eight numbers from ``begin`` on, a byte each."""
-    counts = _U0
-    for k in range(8):
-        counts |= ((eights[begin + k] * _ONES) >> _U56) << np.uint64(8 * k)
-    return counts * _ONES
-
-
-@_inlined
-def _at_most(sums: np.uint64, bound: np.int64) -> np.int64:
-    """How many of eight bytes below 128 are at most ``bound``, itself below 128."""
-    return np.int64((((((np.uint64(bound) * _ONES) | _TOPS) - sums) & _TOPS) >> _U7) * _ONES >> _U56)
-
-
-@_inlined
-def _select(eights: NDArray[np.uint64], low: np.uint64, high: np.uint64, rank: np.int64) -> np.int64:
-    """Where the mark lies that has ``rank`` marks before it; ``low`` and ``high`` are the sums of both halves."""
-    half = np.int64(low >> _U56)
-    k, sums, base = np.int64(0), low, np.int64(0)
-    if rank >= half:
-        k, sums, base = np.int64(8), high, half
-    inside = _at_most(sums, rank - base)
-    before = np.int64(((sums << _U8) >> np.uint64(inside << 3)) & _U255) + base
-    k += inside
-    return (k << 3) + _at_most(eights[k] * _ONES, rank - before)
+def _load_block(
+    words: NDArray[Any], start: int, rest_B: NDArray[Any], limits: NDArray[np.uint8], sets: NDArray[np.uint64]
+) -> None:
+    """Into ``sets``, for each class: which words of the block from ``start`` on have keys of it or of a later one."""
+    rest = len(words) - start
+    if rest >= _BLOCK:
+        for u in range(UNITS):
+            sets[u * MAX_CLASSES] = _ALL
+            class_sets(words, start + u * UNIT, limits, sets, u)
+        return
+    rest_B[:rest] = words[start:]
+    for u in range(UNITS):
+        sets[u * MAX_CLASSES] = _lowest(rest - u * UNIT)
+        class_sets(rest_B, u * UNIT, limits, sets, u)
 
 
 @_kernel(*(
@@ -167,7 +139,7 @@ def _select(eights: NDArray[np.uint64], low: np.uint64, high: np.uint64, rank: n
     for w in (uint16, uint32)
 ))
 def scan_piece(
-    old: NDArray[Any], new: NDArray[Any], top: np.uint64, firsts_C: NDArray[np.uint8], table: NDArray[np.uint8],
+    old: NDArray[Any], new: NDArray[Any], top: np.uint64, limits: NDArray[np.uint8], table: NDArray[np.uint8],
     populations_C: NDArray[np.int64], previous_C: NDArray[np.int64], classes: NDArray[np.uint8],
     gaps: NDArray[np.uint32], folded: NDArray[Any], n: int,
 ) -> int:
@@ -175,28 +147,32 @@ def scan_piece(
 
     ``populations_C`` counts on; ``previous_C`` is the rank of the class's last changed word, -1 before the first.
     """
-    keys_B, counts_C = np.empty(_BLOCK, np.uint8), np.empty(len(firsts_C), np.int64)
-    wide = top > _WIDE
+    sets, before, totals_C = np.empty(_ROWS, np.uint64), np.empty(_ROWS, np.int64), np.empty(MAX_CLASSES, np.int64)
+    rest_B, other_B = np.zeros(_BLOCK, old.dtype), np.zeros(_BLOCK, old.dtype)
+    shift, mask = _S23 if top > _WIDE else _S7, (top << _U1) - _U1
     for start in range(0, len(old), _BLOCK):
-        size = min(_BLOCK, len(old) - start)
-        _load(old[start : start + size], wide, keys_B)
-        for begin in range(start, start + size, _GROUP):
-            end = min(begin + _GROUP, start + size)
-            if end - begin == _GROUP and _equal(old[begin:end], new[begin:end]):
-                continue
-            for i in range(begin, end):
-                if old[i] == new[i]:
-                    continue
-                c = int(table[keys_B[i - start]])
-                rank = populations_C[c] + _rank_in_block(keys_B, firsts_C[c], _last(firsts_C, c), i - start)
+        rest = len(old) - start
+        _load_block(old, start, rest_B, limits, sets)
+        if rest < _BLOCK:
+            other_B[:rest], other_B[rest:] = new[start:], rest_B[rest:]
+        count_block(sets, before, totals_C)
+        for u in range(UNITS):
+            begin = start + u * UNIT
+            changed = differing(old, new, begin) if rest >= _BLOCK else differing(rest_B, other_B, u * UNIT)
+            while changed:
+                at = first(changed)
+                i = begin + np.int64(at)
+                c = int(table[np.uint8(old[i] >> shift)])
+                cell = u * MAX_CLASSES + c
+                rank = populations_C[c] + before[cell] + np.int64(members(sets[cell] & ((_U1 << at) - _U1)))
                 classes[n] = np.uint8(c)
                 gaps[n] = np.uint32(rank - previous_C[c] - 1)
-                folded[n] = _fold(np.uint64(old[i]), np.uint64(new[i]), top)
+                folded[n] = _fold(np.uint64(old[i]), np.uint64(new[i]), top) & mask
                 previous_C[c] = rank
                 n += 1
-        _count(keys_B, size, firsts_C, counts_C)
-        for k in range(len(counts_C)):
-            populations_C[k] += counts_C[k]
+                changed &= changed - _U1
+        for k in range(MAX_CLASSES):
+            populations_C[k] += totals_C[k]
     return n
 
 
@@ -206,7 +182,7 @@ def scan_piece(
     for w in (uint16, uint32)
 ))
 def apply_piece(
-    live: NDArray[Any], top: np.uint64, firsts_C: NDArray[np.uint8],
+    live: NDArray[Any], top: np.uint64, limits: NDArray[np.uint8],
     gaps: NDArray[np.uint32], folded: NDArray[Any], left_C: NDArray[np.int64], next_C: NDArray[np.int64],
     end_C: NDArray[np.int64], populations_C: NDArray[np.int64], where: NDArray[np.uint32], old: NDArray[Any],
 ) -> int:
@@ -215,28 +191,31 @@ def apply_piece(
     A class's next change is number ``next_C`` of ``gaps`` and ``folded``, until ``end_C``; ``left_C`` more of its
     words stay before it. ``populations_C`` counts on.
     """
-    keys_B, counts_C, n = np.empty(_BLOCK, np.uint8), np.empty(len(firsts_C), np.int64), 0
-    eights = np.empty(_BLOCK // 8, np.uint64)
-    marks_B = eights.view(np.uint8)
-    wide, low, high = top > _WIDE, _U0, _U0
+    sets, before, totals_C = np.empty(_ROWS, np.uint64), np.empty(_ROWS, np.int64), np.empty(MAX_CLASSES, np.int64)
+    rest_B, n, mask = np.zeros(_BLOCK, live.dtype), 0, (top << _U1) - _U1
     for start in range(0, len(live), _BLOCK):
-        size = min(_BLOCK, len(live) - start)
-        _load(live[start : start + size], wide, keys_B)
-        _count(keys_B, size, firsts_C, counts_C)
-        for c in range(len(counts_C)):
-            populations_C[c] += counts_C[c]
-            left = left_C[c]
-            if left < counts_C[c]:
-                _mark(keys_B, firsts_C[c], _last(firsts_C, c), marks_B)
-                low, high = _sums(eights, 0), _sums(eights, 8)
-            while left < counts_C[c]:
-                i = start + _select(eights, low, high, left)
-                where[n], old[n] = np.uint32(i), live[i]
-                live[i] = _unfold(np.uint64(live[i]), np.uint64(folded[next_C[c]]), top)
+        _load_block(live, start, rest_B, limits, sets)
+        count_block(sets, before, totals_C)
+        for k in range(MAX_CLASSES):
+            populations_C[k] += totals_C[k]
+        hit = take(left_C, totals_C)
+        while hit:
+            c = np.int64(first(hit))
+            hit &= hit - _U1
+            k, end, left, total = next_C[c], end_C[c], left_C[c], totals_C[c]
+            while left < 0:
+                rank = left + total
+                u = unit_of(before, c, rank)
+                cell = u * MAX_CLASSES + c
+                at = _select(sets[cell], np.uint64(rank - before[cell]))
+                i = start + u * UNIT + np.int64(at)
+                word = live[i]
+                where[n], old[n] = np.uint32(i), word
+                live[i] = _unfold(np.uint64(word), np.uint64(folded[k]), top) & mask
                 n += 1
-                next_C[c] += 1
-                left = left + 1 + np.int64(gaps[next_C[c]]) if next_C[c] < end_C[c] else _FAR
-            left_C[c] = left - counts_C[c]
+                k += 1
+                left += np.int64(gaps[k]) + 1 if k < end else _FAR
+            next_C[c], left_C[c] = k, left
     return n
 
 
@@ -255,36 +234,57 @@ def by_class(
         next_C[classes[i]] = at + 1
 
 
+@_inlined
+def _token(value: np.uint32) -> np.uint8:
+    octave = _TOP_THREE - leading_zeros(value | _SIXTEEN)
+    token = (octave << np.uint32(2)) + (value >> octave) + np.uint32(4)
+    return np.uint8(value if value < _SIXTEEN else token)
+
+
 @_kernel(types.void(_of(uint32), uint8[::1]))
 def tokenise(values: NDArray[np.uint32], tokens: NDArray[np.uint8]) -> None:
     """Token of each number (see ``tokens.tokens_of``)."""
     for i in range(len(values)):
-        value, octave = np.uint64(values[i]), np.uint64(0)
-        if value < 16:
-            tokens[i] = np.uint8(value)
-            continue
-        while value >> octave >= 8:
-            octave += _U1
-        tokens[i] = np.uint8(np.uint64(16) + (octave << _U1 << _U1) - _U8 + (value >> octave) - np.uint64(4))
+        tokens[i] = _token(values[i])
+
+
+@_kernel(*(types.void(_of(w), _of(w), uint64, int64[::1], int64[:, ::1]) for w in (uint16, uint32)))
+def count_cells(
+    old: NDArray[Any], new: NDArray[Any], top: np.uint64, keys: NDArray[np.int64], cells: NDArray[np.int64]
+) -> None:
+    """Add to ``keys`` and ``cells`` (see ``classes.count_cells``)."""
+    shift, mask = _S23 if top > _WIDE else _S7, (top << _U1) - _U1
+    for i in range(len(old)):
+        key = np.uint8(old[i] >> shift)
+        keys[key] += 1
+        if old[i] != new[i]:
+            magnitude = (_fold(np.uint64(old[i]), np.uint64(new[i]), top) & mask) >> _U1
+            cells[key, min(np.int64(_token(np.uint32(magnitude))), cells.shape[1] - 1)] += 1
+
+
+@_kernel(int64(_of(uint8), _of(uint8)))
+def extra_bits(tokens: NDArray[np.uint8], extra_bits: NDArray[np.uint8]) -> int:
+    """How many extra bits these tokens have (see ``tokens.extra_bytes``)."""
+    bits = 0
+    for i in range(len(tokens)):
+        bits += np.int64(extra_bits[tokens[i]])
+    return bits
 
 
 @_kernel(types.void(_of(uint32), _of(uint8), _of(uint8), uint8[::1]))
 def pack_extras(
     values: NDArray[np.uint32], tokens: NDArray[np.uint8], extra_bits: NDArray[np.uint8], data: NDArray[np.uint8]
 ) -> None:
-    """Extra bits of each number, one after the other (see ``tokens.pack_extras``)."""
+    """Extra bits of each number, one after the other (see ``tokens.pack_extras``); ``data`` ends 8 bytes later."""
     held, count, at = _U0, _U0, 0
     for i in range(len(values)):
         width = np.uint64(extra_bits[tokens[i]])
         held |= (np.uint64(values[i]) & ((_U1 << width) - _U1)) << count
+        write_64(data, at, held)
         count += width
-        while count >= _U8:
-            data[at] = np.uint8(held & _U255)
-            held >>= _U8
-            count -= _U8
-            at += 1
-    if count > _U0:
-        data[at] = np.uint8(held & _U255)
+        held >>= count & ~_U7
+        at += np.int64(count >> _U3)
+        count &= _U7
 
 
 @_kernel(types.void(_of(uint8), _of(uint8), _of(uint8), _of(uint32), uint32[::1]))
@@ -292,17 +292,53 @@ def numbers(
     tokens: NDArray[np.uint8], data: NDArray[np.uint8], extra_bits: NDArray[np.uint8], bases: NDArray[np.uint32],
     values: NDArray[np.uint32],
 ) -> None:
-    """The number of each token and its extra bits (see ``tokens.numbers_of``)."""
-    held, count, at = _U0, _U0, 0
+    """The number of each token and its extra bits (see ``tokens.numbers_of``); ``data`` ends 8 bytes later."""
+    bit = _U0
     for i in range(len(tokens)):
         width = np.uint64(extra_bits[tokens[i]])
-        while count < width:
-            held |= np.uint64(data[at]) << count
-            count += _U8
-            at += 1
+        held = read_64(data, np.int64(bit >> _U3)) >> (bit & _U7)
         values[i] = np.uint32(np.uint64(bases[tokens[i]]) + (held & ((_U1 << width) - _U1)))
-        held >>= width
-        count -= width
+        bit += width
+
+
+@_kernel(*(
+    types.boolean(_of(uint32), _of(uint8), _of(int64), int64[::1], w[::1]) for w in (uint16, uint32)
+))
+def join(
+    numbers: NDArray[np.uint32], away: NDArray[np.uint8], counts_C: NDArray[np.int64], reached_C: NDArray[np.int64],
+    folded: NDArray[Any],
+) -> bool:
+    """See ``classes.join``; False where a step is out of bounds."""
+    count, right = len(folded), True
+    last = np.uint32((1 << (8 * folded.itemsize - 1)) - 1)
+    for i in range(count):
+        magnitude, outwards = numbers[count + i], np.uint32(away[i])
+        right &= magnitude + outwards <= last
+        folded[i] = magnitude << _ONE | outwards
+    at = 0
+    for c in range(len(counts_C)):
+        total = counts_C[c]
+        for i in range(at, at + counts_C[c]):
+            total += np.int64(numbers[i])
+        reached_C[c] = total
+        at += counts_C[c]
+    return right
+
+
+@_kernel(types.void(_of(uint8), int64[::1]))
+def count_bytes(data: NDArray[np.uint8], counts: NDArray[np.int64]) -> None:
+    """How often each byte occurs."""
+    others = np.zeros(256, np.int64)  # equal neighbours do not wait for each other
+    for i in range(1, len(data), 2):
+        counts[data[i - 1]] += 1
+        others[data[i]] += 1
+    if len(data) % 2:
+        counts[data[-1]] += 1
+    for byte in range(256):
+        counts[byte] += others[byte]
+
+
+# Whether a state is refilled is as good as random, so neither of the next two loops branches on it.
 
 
 @_kernel(int64(_of(uint8), _of(uint32), _of(uint32), uint32[::1], uint16[::1]))
@@ -310,37 +346,42 @@ def rans_encode(
     data: NDArray[np.uint8], frequency: NDArray[np.uint32], starts: NDArray[np.uint32], states: NDArray[np.uint32],
     refills: NDArray[np.uint16],
 ) -> int:
-    """Fill ``refills`` from its end and set ``states`` (see ``rans.encode``); where in ``refills`` they begin."""
-    at, mask = len(refills), len(states) - 1
-    for i in range(len(data) - 1, -1, -1):
+    """Fill ``refills`` from its end and set ``states`` (see ``rans.encode``); where in ``refills`` they begin.
+
+    ``refills`` has room for one more than there are bytes.
+    """
+    at, mask = np.uint64(len(refills) - 1), np.uint64(len(states) - 1)
+    for back in range(np.uint64(len(data))):
+        i = np.uint64(len(data)) - _U1 - back
         byte, x = data[i], np.uint64(states[i & mask])
         f = np.uint64(frequency[byte])
-        if x >= f << _U20:
-            at -= 1
-            refills[at] = np.uint16(x & _LOW_16)
-            x >>= _U16
+        full = x >= f << _U20
+        refills[at] = np.uint16(x & _LOW_16)
+        at -= np.uint64(full)
+        x = x >> _U16 if full else x
         quotient = np.uint64(np.uint32(x) // np.uint32(f))
         states[i & mask] = np.uint32((quotient << _U12) + (x - quotient * f) + np.uint64(starts[byte]))
-    return at
+    return np.int64(at + _U1)
 
 
-@_kernel(int64(uint32[::1], _of(uint16), _of(uint32), _of(uint32), _of(uint8), uint8[::1]))
+@_kernel(int64(uint32[::1], _of(uint16), _of(uint32), uint8[::1]))
 def rans_decode(
-    states: NDArray[np.uint32], refills: NDArray[np.uint16], frequency: NDArray[np.uint32], starts: NDArray[np.uint32],
-    slots: NDArray[np.uint8], data: NDArray[np.uint8],
+    states: NDArray[np.uint32], refills: NDArray[np.uint16], frequency: NDArray[np.uint32], data: NDArray[np.uint8]
 ) -> int:
-    """Fill ``data`` (see ``rans.decode``); how many refills were used, -1 when there were too few."""
-    at, mask = 0, len(states) - 1
-    for i in range(len(data)):
+    """Fill ``data`` (see ``rans.decode``); how many refills that takes, even where there are fewer (but one)."""
+    slots, slot = np.empty(1 << 12, np.uint32), 0  # each: frequency - 1, place among the byte's slots, byte
+    for byte in range(256):
+        for place in range(frequency[byte]):
+            slots[slot] = np.uint32((frequency[byte] - 1) << 20 | place << 8 | byte)
+            slot += 1
+    at, last, mask = _U0, np.uint64(len(refills) - 1), np.uint64(len(states) - 1)
+    for i in range(np.uint64(len(data))):
         x = np.uint64(states[i & mask])
-        slot = x & _LOW_12
-        byte = slots[slot]
-        x = np.uint64(frequency[byte]) * (x >> _U12) + slot - np.uint64(starts[byte])
-        if x < _LOWEST:
-            if at == len(refills):
-                return -1
-            x = x << _U16 | np.uint64(refills[at])
-            at += 1
+        entry, high = np.uint64(slots[x & _LOW_12]), x >> _U12
+        data[i] = np.uint8(entry & _U255)
+        x = (entry >> _U20) * high + high + ((entry >> _U8) & _LOW_12)
+        refill, empty = np.uint64(refills[min(at, last)]), x < _LOWEST
+        x = x << _U16 | refill if empty else x
+        at += np.uint64(empty)
         states[i & mask] = np.uint32(x)
-        data[i] = byte
-    return at
+    return np.int64(at)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from protocol.errors import PeerFault
 from protocol.messages import ChunkRef
-from protocol.weights import classes, kernels, steps
+from protocol.weights import kernels, steps
 from protocol.weights.chunk import (
     TARGET_CHUNK_BYTES,
     ChunkWriter,
@@ -239,7 +239,7 @@ def _encode_xc(
     """The range by exponent classes, or by gaps where those are shorter and may be used; None without changes."""
     pieces = list(layout.pieces(start, end))
     before, after = [flat(old, piece) for piece in pieces], [flat(new, piece) for piece in pieces]
-    changes = kernels.scan(before, after, classes.choose(before, after))
+    changes = kernels.scan(before, after, kernels.choose(before, after))
     if not len(changes.folded):
         return None
     best = encode_xc(start, end, changes, entropy)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.weights import classes, rans, tokens
-from protocol.weights.classes import Changes
+from protocol.weights.classes import MAGNITUDES, MAX_CLASSES, Changes
 
 
 @cache
@@ -27,6 +27,20 @@ def compiled() -> ModuleType | None:
     return codec_jit
 
 
+def choose(old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
+    """See :func:`classes.choose`."""
+    kernel = compiled()
+    if kernel is None:
+        return classes.choose(old, new)
+
+    def count(before: NDArray[Any], after: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        keys, cells = np.zeros(256, np.int64), np.zeros((256, MAGNITUDES), np.int64)
+        kernel.count_cells(_aligned(before), _aligned(after), _top(before.dtype), keys, cells)
+        return keys, cells
+
+    return classes.choose(old, new, count)
+
+
 def scan(old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]], firsts: NDArray[np.uint8]) -> Changes:
     """See :func:`classes.scan`."""
     kernel = compiled()
@@ -35,15 +49,15 @@ def scan(old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]], firsts: NDArr
     words = old[0].dtype
     size = sum(map(len, old))  # pages that are never written take no memory
     which, gaps, folded = np.empty(size, np.uint8), np.empty(size, np.uint32), np.empty(size, words)
-    populations, previous = np.zeros(len(firsts), np.int64), np.full(len(firsts), -1, np.int64)
-    state = firsts, classes.table_of(firsts), populations, previous, which, gaps, folded
+    populations, previous = np.zeros(MAX_CLASSES, np.int64), np.full(MAX_CLASSES, -1, np.int64)
+    state = _limits(firsts), classes.table_of(firsts), populations, previous, which, gaps, folded
     n = 0
     for before, after in zip(old, new, strict=True):
         n = kernel.scan_piece(_aligned(before), _aligned(after), _top(words), *state, n)
     counts = np.bincount(which[:n], minlength=len(firsts))
     sorted_gaps, sorted_folded = np.empty(n, np.uint32), np.empty(n, words)
     kernel.by_class(which[:n], gaps[:n], folded[:n], np.cumsum(counts) - counts, sorted_gaps, sorted_folded)
-    return Changes(firsts, populations, counts, sorted_gaps, sorted_folded)
+    return Changes(firsts, populations[: len(firsts)], counts, sorted_gaps, sorted_folded)
 
 
 def apply(pieces: Sequence[NDArray[Any]], changes: Changes) -> list[tuple[NDArray[np.uint32], NDArray[Any]]] | None:
@@ -55,17 +69,18 @@ def apply(pieces: Sequence[NDArray[Any]], changes: Changes) -> list[tuple[NDArra
     where, old = np.empty(count, np.uint32), np.empty(count, words)
     ends = np.cumsum(changes.counts)
     following = ends - changes.counts
-    left = np.full(len(ends), 2**62, np.int64)
-    left[changes.counts > 0] = changes.gaps[following[changes.counts > 0]]
-    populations = np.zeros(len(ends), np.int64)
-    state = changes.firsts, changes.gaps, changes.folded, left, following, ends, populations
+    left = np.full(MAX_CLASSES, 2**40, np.int64)  # farther than any segment is long
+    used = np.flatnonzero(changes.counts)
+    left[used] = changes.gaps[following[used]]
+    populations = np.zeros(MAX_CLASSES, np.int64)
+    state = _limits(changes.firsts), changes.gaps, changes.folded, left, following, ends, populations
     done: list[tuple[NDArray[np.uint32], NDArray[Any]]] = []
     at = 0
     for piece in pieces:
         n = kernel.apply_piece(piece, _top(words), *state, where[at:], old[at:])
         done.append((where[at : at + n], old[at : at + n]))
         at += n
-    if (populations == changes.populations).all():
+    if (populations[: len(ends)] == changes.populations).all():
         return done
     for piece, (places, before) in zip(pieces, done, strict=True):
         piece[places] = before
@@ -82,14 +97,24 @@ def tokens_of(values: NDArray[np.uint32]) -> NDArray[np.uint8]:
     return found
 
 
+def extra_bytes(named: NDArray[np.uint8]) -> tuple[int, int]:
+    """See :func:`tokens.extra_bytes`."""
+    kernel = compiled()
+    if kernel is None:
+        return tokens.extra_bytes(named)
+    bits = kernel.extra_bits(named, tokens.EXTRA_BITS)
+    return -(-bits // 8), -bits % 8
+
+
 def pack_extras(values: NDArray[np.uint32], named: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """See :func:`tokens.pack_extras`."""
     kernel = compiled()
     if kernel is None:
         return tokens.pack_extras(values, named)
-    data = np.zeros(tokens.extra_bytes(named)[0], np.uint8)
+    size = extra_bytes(named)[0]
+    data = np.empty(size + 8, np.uint8)
     kernel.pack_extras(values, named, tokens.EXTRA_BITS, data)
-    return data
+    return data[:size]
 
 
 def numbers_of(named: NDArray[np.uint8], data: NDArray[np.uint8]) -> NDArray[np.uint32]:
@@ -98,8 +123,29 @@ def numbers_of(named: NDArray[np.uint8], data: NDArray[np.uint8]) -> NDArray[np.
     if kernel is None:
         return tokens.numbers_of(named, data)
     values = np.empty(len(named), np.uint32)
-    kernel.numbers(named, data, tokens.EXTRA_BITS, tokens.BASES, values)
+    kernel.numbers(named, np.append(data, np.zeros(8, np.uint8)), tokens.EXTRA_BITS, tokens.BASES, values)
     return values
+
+
+def join(
+    numbers: NDArray[np.uint32], away: NDArray[np.uint8], counts: NDArray[np.int64], words: np.dtype[Any]
+) -> tuple[NDArray[Any], NDArray[np.int64]] | None:
+    """See :func:`classes.join`."""
+    kernel = compiled()
+    if kernel is None:
+        return classes.join(numbers, away, counts, words)
+    folded, reached = np.empty(len(away), words), np.empty(len(counts), np.int64)
+    return (folded, reached) if kernel.join(numbers, away, counts, reached, folded) else None
+
+
+def count_bytes(data: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """(256,) how often each byte occurs."""
+    kernel = compiled()
+    if kernel is None:
+        return np.bincount(data, minlength=256)
+    counts = np.zeros(256, np.int64)
+    kernel.count_bytes(data, counts)
+    return counts
 
 
 def rans_encode(
@@ -110,7 +156,7 @@ def rans_encode(
     if kernel is None:
         return rans.encode(data, frequency)
     states = np.full(rans.lanes_of(len(data)), rans.LOWEST_STATE, np.uint32)
-    refills = np.empty(len(data), np.uint16)  # at most one per byte
+    refills = np.empty(len(data) + 1, np.uint16)  # at most one per byte
     at = kernel.rans_encode(data, frequency, rans.starts_of(frequency), states, refills)
     return states, refills[at:]
 
@@ -122,15 +168,21 @@ def rans_decode(
     kernel = compiled()
     if kernel is None:
         return rans.decode(states, refills, frequency, count)
-    slots = np.repeat(np.arange(256, dtype=np.uint8), frequency)
     data, last = np.empty(count, np.uint8), states.copy()
-    used = kernel.rans_decode(last, refills, frequency, rans.starts_of(frequency), slots, data)
+    used = kernel.rans_decode(last, refills if len(refills) else np.zeros(1, np.uint16), frequency, data)
     return data if used == len(refills) and (last == rans.LOWEST_STATE).all() else None
 
 
 def _top(words: np.dtype[Any]) -> np.uint64:
     """The sign bit."""
     return np.uint64(1 << (8 * words.itemsize - 1))
+
+
+def _limits(firsts: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """For each class the largest key below it, as often as ``vector_jit.class_sets`` needs it."""
+    limits = np.full(MAX_CLASSES, 255, np.uint8)
+    limits[1 : len(firsts)] = firsts[1:] - np.uint8(1)
+    return np.repeat(limits, 64)
 
 
 def _aligned(words: NDArray[Any]) -> NDArray[Any]:

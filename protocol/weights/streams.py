@@ -90,7 +90,7 @@ def planes_needed(column: NDArray[Any]) -> int:
 
 def encode_stream(raw: bytes, entropy: Coder = Coder.ZSTD) -> bytes:
     """One stream that decodes to ``raw``: by ``entropy`` (ZSTD or RANS), or simpler where that is as short."""
-    if len(raw) >= _SHORTEST_FILL and raw.count(raw[:1]) == len(raw):
+    if len(raw) >= _SHORTEST_FILL and raw[0] == raw[-1] and raw.count(raw[:1]) == len(raw):
         return _STREAM.pack(Coder.FILL, 1) + raw[:1]
     packed = _rans(raw) if entropy is Coder.RANS else b""
     if entropy is Coder.ZSTD or len(packed) < len(raw) * _SKEWED:  # long runs: rANS frequencies are too coarse
@@ -179,7 +179,7 @@ def _rans(raw: bytes) -> bytes:
     if not raw:
         return b""
     data = np.frombuffer(raw, np.uint8)
-    table = rans.table_for(np.bincount(data))
+    table = rans.table_for(kernels.count_bytes(data))
     states, refills = kernels.rans_encode(data, rans.frequencies(table))
     return b"".join([
         bytes([len(table) - 1]), table.tobytes(), states.astype("<u4").tobytes(), refills.astype("<u2").tobytes()

@@ -24,7 +24,7 @@ from protocol.weights.streams import (
     encode_stream,
     take_raw_stream,
 )
-from protocol.weights.tokens import MAX_TOKENS, extra_bytes
+from protocol.weights.tokens import MAX_TOKENS
 
 _Bytes = NDArray[np.uint8]
 
@@ -88,28 +88,25 @@ def decode_body(cursor: Cursor, classes: Classes, words: np.dtype[Any]) -> Chang
     Raises:
         PeerFault: ``E_CHUNK``.
     """
-    gap_tokens, magnitude_tokens, directions = list[_Bytes](), list[_Bytes](), list[_Bytes]()
+    count = int(classes.counts.sum())
+    tokens, away = np.empty(2 * count, np.uint8), np.empty(count, np.uint8)
     for lo, hi in _ranges(classes.counts):
-        gap_tokens.append(decode_stream(cursor, hi - lo))
-        magnitude_tokens.append(decode_stream(cursor, hi - lo))
-        directions.append(_read_directions(cursor, hi - lo))
-    tokens = np.concatenate([*gap_tokens, *magnitude_tokens])
+        tokens[lo:hi] = decode_stream(cursor, hi - lo)
+        tokens[count + lo : count + hi] = decode_stream(cursor, hi - lo)
+        away[lo:hi] = _read_directions(cursor, hi - lo)
     if int(tokens.max()) >= MAX_TOKENS:
         raise PeerFault(E_CHUNK, "unknown token", expected=f"< {MAX_TOKENS}", got=int(tokens.max()))
     numbers = kernels.numbers_of(tokens, _read_extras(cursor, tokens))
-    gaps, magnitudes = numbers[: len(tokens) // 2], numbers[len(tokens) // 2 :]
-    away = np.concatenate(directions)
-    last = 2 ** (8 * words.itemsize - 1) - 1
-    if (magnitudes > last).any() or (away[magnitudes == last] == 1).any():
-        raise PeerFault(E_CHUNK, "a step of zero, or of more than half a circle", expected=f"< {last}")
-    for c, (lo, hi) in zip(np.flatnonzero(classes.counts), _ranges(classes.counts), strict=True):
-        reached = int(gaps[lo:hi].sum(dtype=np.uint64)) + hi - lo
-        if reached > classes.populations[c]:
-            raise PeerFault(
-                E_CHUNK, "a gap leads out of the class", expected=f"<= {classes.populations[c]} words", got=reached
-            )
-    folded = (magnitudes << np.uint32(1) | away).astype(words)
-    return Changes(classes.firsts, classes.populations, classes.counts, gaps, folded)
+    joined = kernels.join(numbers, away, classes.counts, words)
+    if joined is None:
+        raise PeerFault(E_CHUNK, "a step of zero, or of more than half a circle")
+    folded, reached = joined
+    if (reached > classes.populations).any():
+        raise PeerFault(
+            E_CHUNK, "a gap leads out of the class", expected=f"<= {classes.populations.tolist()} words",
+            got=reached.tolist(),
+        )
+    return Changes(classes.firsts, classes.populations, classes.counts, numbers[:count], folded)
 
 
 def _ranges(counts: NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -128,7 +125,7 @@ def _read_directions(cursor: Cursor, count: int) -> _Bytes:
 def _read_extras(cursor: Cursor, tokens: _Bytes) -> _Bytes:
     """The extra bits of ``tokens`` from the next stream, which holds nothing else."""
     data = take_raw_stream(cursor)
-    size, padding = extra_bytes(tokens)
+    size, padding = kernels.extra_bytes(tokens)
     if len(data) != size:
         raise PeerFault(E_CHUNK, "wrong number of extra bits", expected=f"{size} bytes", got=len(data))
     _check_padding(data, padding)

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from protocol.weights import classes, kernels, rans, tokens
 from protocol.weights.classes import MAX_CLASSES, Changes
 
-_LENGTHS = (1000, 0, 1, 127, 128, 5000)
+#: Around the lengths of a unit (64 words) and a block (2,048) of the compiled kernels.
+_LENGTHS = (1000, 0, 1, 63, 64, 65, 127, 128, 2047, 2048, 2049, 5000)
 
 
 def _pieces(rng: np.random.Generator, words: str, density: float) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
@@ -94,6 +95,42 @@ def test_large_segments_are_sampled(rng: np.random.Generator) -> None:
     new = np.where(old >> 7 < 117, old + np.uint16(1), old).astype("<u2")
     assert 117 in classes.choose([old], [new]).tolist()
     assert 117 in classes.choose([old[: n - 5], old[:5]], [new[: n - 5], new[:5]]).tolist()
+
+
+@pytest.mark.parametrize("words", ["<u2", "<u4"])
+def test_cells_are_counted_alike(rng: np.random.Generator, words: str) -> None:
+    old, new = _pieces(rng, words, 0.2)
+    near = [np.where(rng.random(len(x)) < 0.5, x + x.dtype.type(3), y) for x, y in zip(old, new, strict=True)]
+    assert kernels.choose(old, near).tolist() == classes.choose(old, near).tolist()
+    keys, cells = classes.count_cells(old[-1], near[-1])
+    assert keys.sum() == len(old[-1])
+    assert cells.sum() == np.count_nonzero(old[-1] != near[-1])
+    compiled = kernels.compiled()
+    assert compiled is not None
+    got_keys, got_cells = np.zeros(256, np.int64), np.zeros((256, classes.MAGNITUDES), np.int64)
+    compiled.count_cells(old[-1], near[-1], kernels._top(old[-1].dtype), got_keys, got_cells)
+    assert (got_keys == keys).all()
+    assert (got_cells == cells).all()
+
+
+@pytest.mark.parametrize("words", ["<u2", "<u4"])
+def test_joined_numbers_agree_and_keep_their_bounds(rng: np.random.Generator, words: str) -> None:
+    last = 2 ** (8 * np.dtype(words).itemsize - 1) - 1
+    counts = np.array([3, 0, 7, 1], np.int64)
+    gaps = rng.integers(0, 2**32, 11, dtype=np.uint32)
+    magnitudes = rng.integers(0, last, 11).astype(np.uint32)
+    away = rng.integers(0, 2, 11).astype(np.uint8)
+    magnitudes[0], away[0] = last, 0
+    for join in (kernels.join, classes.join):
+        joined = join(np.concatenate([gaps, magnitudes]), away, counts, np.dtype(words))
+        assert joined is not None
+        assert joined[0].tolist() == [2 * int(m) + int(a) for m, a in zip(magnitudes, away, strict=True)]
+        sums = [int(gaps[:3].sum(dtype=np.int64)) + 3, 0, int(gaps[3:10].sum(dtype=np.int64)) + 7, int(gaps[10]) + 1]
+        assert joined[1].tolist() == sums
+    for bad, outwards in ((last, 1), (last + 1, 0), (2**32 - 1, 1)):
+        magnitudes[5], away[5] = bad, outwards
+        for join in (kernels.join, classes.join):
+            assert join(np.concatenate([gaps, magnitudes]), away, counts, np.dtype(words)) is None
 
 
 _NUMBERS = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**32 - 1)), max_size=50)
