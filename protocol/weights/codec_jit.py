@@ -8,15 +8,15 @@ Legend: C classes (arrays of MAX_CLASSES), n changed words, N words of one piece
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numba
 import numpy as np
 from numba import int64, types, uint8, uint16, uint32, uint64
 from numpy.typing import NDArray
 
+from protocol.weights import entropy_jit as entropy
 from protocol.weights.classes import MAX_CLASSES
+from protocol.weights.jit import inlined, kernel, read_only
 from protocol.weights.vector_jit import (
     UNIT,
     UNITS,
@@ -24,12 +24,9 @@ from protocol.weights.vector_jit import (
     count_block,
     differing,
     first,
-    leading_zeros,
     members,
-    read_64,
     take,
     unit_of,
-    write_64,
 )
 
 #: Words of a block; numbers in an array with one for each class in each unit.
@@ -42,53 +39,34 @@ _ALL = np.uint64(2**64 - 1)
 _SELECT = np.array([([i for i in range(8) if b >> i & 1] + [0] * 8)[r] for r in range(8) for b in range(256)], np.uint8)
 _FAR, _WIDE = np.int64(2**40), np.uint64(2**16)
 _S7, _S23 = np.uint32(7), np.uint32(23)
-_ONE, _SIXTEEN, _TOP_THREE = np.uint32(1), np.uint32(16), np.uint32(29)
+_ONE = np.uint32(1)
 _U0, _U1, _U2, _U3, _U4, _U7, _U8 = (np.uint64(n) for n in (0, 1, 2, 3, 4, 7, 8))
 _U53, _U56, _U255 = np.uint64(53), np.uint64(56), np.uint64(255)
-
-_U12, _U16, _U20, _LOW_12, _LOW_16, _LOWEST = (np.uint64(n) for n in (12, 16, 20, 2**12 - 1, 2**16 - 1, 2**16))
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _inlined(function: _F) -> _F:
-    """A helper for kernels."""
-    return cast("_F", numba.njit(cache=True)(function))
-
-
-def _kernel(*signatures: Any) -> Callable[[_F], _F]:
-    """A kernel compiled for these signatures, so that no call ever waits for another compilation."""
-    return cast("Callable[[_F], _F]", numba.njit(list(signatures), cache=True, nogil=True))
-
-
-def _of(scalar: Any) -> Any:
-    """Type of a contiguous vector that is only read."""
-    return types.Array(scalar, 1, "C", readonly=True)
 
 
 # Signs are as good as random, so nothing here branches on one.
 
 
-@_inlined
+@inlined
 def _sign(word: np.uint64, top: np.uint64) -> np.uint64:
     """All bits set where the sign bit is set, none where it is not."""
     return _U0 - np.uint64((word & top) != _U0)
 
 
-@_inlined
+@inlined
 def _rank(word: np.uint64, top: np.uint64) -> np.uint64:
     """Rank among all patterns; correct in the bits up to ``top``, as in all that follows."""
     return word ^ (_sign(word, top) | top)
 
 
-@_inlined
+@inlined
 def _fold(old: np.uint64, new: np.uint64, top: np.uint64) -> np.uint64:
     sign = _sign(old, top)
     step = ((_rank(new, top) - _rank(old, top)) ^ sign) - sign
     return ((step << _U1) ^ _sign(step, top)) - _U1
 
 
-@_inlined
+@inlined
 def _unfold(old: np.uint64, folded: np.uint64, top: np.uint64) -> np.uint64:
     sign, zigzag = _sign(old, top), (folded + _U1) & ((top << _U1) - _U1)
     step = (((zigzag >> _U1) ^ (_U0 - (zigzag & _U1))) ^ sign) - sign
@@ -96,7 +74,7 @@ def _unfold(old: np.uint64, folded: np.uint64, top: np.uint64) -> np.uint64:
     return rank ^ (~_sign(rank, top) | top)
 
 
-@_inlined
+@inlined
 def _select(members: np.uint64, rank: np.uint64) -> np.uint64:
     """The word of a set that has ``rank`` members before it (Vigna, "Broadword implementation of rank/select")."""
     pairs = members - ((members >> _U1) & _FIVES)
@@ -108,7 +86,7 @@ def _select(members: np.uint64, rank: np.uint64) -> np.uint64:
     return place + np.uint64(_SELECT[(rank - before) << _U8 | byte])
 
 
-@_inlined
+@inlined
 def _lowest(count: int) -> np.uint64:
     """The first ``count`` words of a unit, none or all of them where it is not between 1 and 63."""
     if count >= UNIT:
@@ -116,7 +94,7 @@ def _lowest(count: int) -> np.uint64:
     return (_U1 << np.uint64(count)) - _U1 if count > 0 else _U0
 
 
-@_inlined
+@inlined
 def _load_block(
     words: NDArray[Any], start: int, rest_B: NDArray[Any], limits: NDArray[np.uint8], sets: NDArray[np.uint64]
 ) -> None:
@@ -133,8 +111,8 @@ def _load_block(
         class_sets(rest_B, u * UNIT, limits, sets, u)
 
 
-@_kernel(*(
-    int64(_of(w), _of(w), uint64, _of(uint8), _of(uint8), int64[::1], int64[::1], uint8[::1],
+@kernel(*(
+    int64(read_only(w), read_only(w), uint64, read_only(uint8), read_only(uint8), int64[::1], int64[::1], uint8[::1],
           uint32[::1], w[::1], int64)
     for w in (uint16, uint32)
 ))
@@ -176,8 +154,8 @@ def scan_piece(
     return n
 
 
-@_kernel(*(
-    int64(w[::1], uint64, _of(uint8), _of(uint32), _of(w), int64[::1], int64[::1], _of(int64),
+@kernel(*(
+    int64(w[::1], uint64, read_only(uint8), read_only(uint32), read_only(w), int64[::1], int64[::1], read_only(int64),
           int64[::1], uint32[::1], w[::1])
     for w in (uint16, uint32)
 ))
@@ -219,8 +197,9 @@ def apply_piece(
     return n
 
 
-@_kernel(*(
-    types.void(_of(uint8), _of(uint32), _of(w), int64[::1], uint32[::1], w[::1]) for w in (uint16, uint32)
+@kernel(*(
+    types.void(read_only(uint8), read_only(uint32), read_only(w), int64[::1], uint32[::1], w[::1])
+    for w in (uint16, uint32)
 ))
 def by_class(
     classes: NDArray[np.uint8], gaps: NDArray[np.uint32], folded: NDArray[Any], next_C: NDArray[np.int64],
@@ -234,21 +213,7 @@ def by_class(
         next_C[classes[i]] = at + 1
 
 
-@_inlined
-def _token(value: np.uint32) -> np.uint8:
-    octave = _TOP_THREE - leading_zeros(value | _SIXTEEN)
-    token = (octave << np.uint32(2)) + (value >> octave) + np.uint32(4)
-    return np.uint8(value if value < _SIXTEEN else token)
-
-
-@_kernel(types.void(_of(uint32), uint8[::1]))
-def tokenise(values: NDArray[np.uint32], tokens: NDArray[np.uint8]) -> None:
-    """Token of each number (see ``tokens.tokens_of``)."""
-    for i in range(len(values)):
-        tokens[i] = _token(values[i])
-
-
-@_kernel(*(types.void(_of(w), _of(w), uint64, int64[::1], int64[:, ::1]) for w in (uint16, uint32)))
+@kernel(*(types.void(read_only(w), read_only(w), uint64, int64[::1], int64[:, ::1]) for w in (uint16, uint32)))
 def count_cells(
     old: NDArray[Any], new: NDArray[Any], top: np.uint64, keys: NDArray[np.int64], cells: NDArray[np.int64]
 ) -> None:
@@ -259,50 +224,11 @@ def count_cells(
         keys[key] += 1
         if old[i] != new[i]:
             magnitude = (_fold(np.uint64(old[i]), np.uint64(new[i]), top) & mask) >> _U1
-            cells[key, min(np.int64(_token(np.uint32(magnitude))), cells.shape[1] - 1)] += 1
+            cells[np.int64(key), min(int(entropy.token_of(np.uint32(magnitude))), cells.shape[1] - 1)] += 1
 
 
-@_kernel(int64(_of(uint8), _of(uint8)))
-def extra_bits(tokens: NDArray[np.uint8], extra_bits: NDArray[np.uint8]) -> int:
-    """How many extra bits these tokens have (see ``tokens.extra_bytes``)."""
-    bits = 0
-    for i in range(len(tokens)):
-        bits += np.int64(extra_bits[tokens[i]])
-    return bits
-
-
-@_kernel(types.void(_of(uint32), _of(uint8), _of(uint8), uint8[::1]))
-def pack_extras(
-    values: NDArray[np.uint32], tokens: NDArray[np.uint8], extra_bits: NDArray[np.uint8], data: NDArray[np.uint8]
-) -> None:
-    """Extra bits of each number, one after the other (see ``tokens.pack_extras``); ``data`` ends 8 bytes later."""
-    held, count, at = _U0, _U0, 0
-    for i in range(len(values)):
-        width = np.uint64(extra_bits[tokens[i]])
-        held |= (np.uint64(values[i]) & ((_U1 << width) - _U1)) << count
-        write_64(data, at, held)
-        count += width
-        held >>= count & ~_U7
-        at += np.int64(count >> _U3)
-        count &= _U7
-
-
-@_kernel(types.void(_of(uint8), _of(uint8), _of(uint8), _of(uint32), uint32[::1]))
-def numbers(
-    tokens: NDArray[np.uint8], data: NDArray[np.uint8], extra_bits: NDArray[np.uint8], bases: NDArray[np.uint32],
-    values: NDArray[np.uint32],
-) -> None:
-    """The number of each token and its extra bits (see ``tokens.numbers_of``); ``data`` ends 8 bytes later."""
-    bit = _U0
-    for i in range(len(tokens)):
-        width = np.uint64(extra_bits[tokens[i]])
-        held = read_64(data, np.int64(bit >> _U3)) >> (bit & _U7)
-        values[i] = np.uint32(np.uint64(bases[tokens[i]]) + (held & ((_U1 << width) - _U1)))
-        bit += width
-
-
-@_kernel(*(
-    types.boolean(_of(uint32), _of(uint8), _of(int64), int64[::1], w[::1]) for w in (uint16, uint32)
+@kernel(*(
+    types.boolean(read_only(uint32), read_only(uint8), read_only(int64), int64[::1], w[::1]) for w in (uint16, uint32)
 ))
 def join(
     numbers: NDArray[np.uint32], away: NDArray[np.uint8], counts_C: NDArray[np.int64], reached_C: NDArray[np.int64],
@@ -323,65 +249,3 @@ def join(
         reached_C[c] = total
         at += counts_C[c]
     return right
-
-
-@_kernel(types.void(_of(uint8), int64[::1]))
-def count_bytes(data: NDArray[np.uint8], counts: NDArray[np.int64]) -> None:
-    """How often each byte occurs."""
-    others = np.zeros(256, np.int64)  # equal neighbours do not wait for each other
-    for i in range(1, len(data), 2):
-        counts[data[i - 1]] += 1
-        others[data[i]] += 1
-    if len(data) % 2:
-        counts[data[-1]] += 1
-    for byte in range(256):
-        counts[byte] += others[byte]
-
-
-# Whether a state is refilled is as good as random, so neither of the next two loops branches on it.
-
-
-@_kernel(int64(_of(uint8), _of(uint32), _of(uint32), uint32[::1], uint16[::1]))
-def rans_encode(
-    data: NDArray[np.uint8], frequency: NDArray[np.uint32], starts: NDArray[np.uint32], states: NDArray[np.uint32],
-    refills: NDArray[np.uint16],
-) -> int:
-    """Fill ``refills`` from its end and set ``states`` (see ``rans.encode``); where in ``refills`` they begin.
-
-    ``refills`` has room for one more than there are bytes.
-    """
-    at, mask = np.uint64(len(refills) - 1), np.uint64(len(states) - 1)
-    for back in range(np.uint64(len(data))):
-        i = np.uint64(len(data)) - _U1 - back
-        byte, x = data[i], np.uint64(states[i & mask])
-        f = np.uint64(frequency[byte])
-        full = x >= f << _U20
-        refills[at] = np.uint16(x & _LOW_16)
-        at -= np.uint64(full)
-        x = x >> _U16 if full else x
-        quotient = np.uint64(np.uint32(x) // np.uint32(f))
-        states[i & mask] = np.uint32((quotient << _U12) + (x - quotient * f) + np.uint64(starts[byte]))
-    return np.int64(at + _U1)
-
-
-@_kernel(int64(uint32[::1], _of(uint16), _of(uint32), uint8[::1]))
-def rans_decode(
-    states: NDArray[np.uint32], refills: NDArray[np.uint16], frequency: NDArray[np.uint32], data: NDArray[np.uint8]
-) -> int:
-    """Fill ``data`` (see ``rans.decode``); how many refills that takes, even where there are fewer (but one)."""
-    slots, slot = np.empty(1 << 12, np.uint32), 0  # each: frequency - 1, place among the byte's slots, byte
-    for byte in range(256):
-        for place in range(frequency[byte]):
-            slots[slot] = np.uint32((frequency[byte] - 1) << 20 | place << 8 | byte)
-            slot += 1
-    at, last, mask = _U0, np.uint64(len(refills) - 1), np.uint64(len(states) - 1)
-    for i in range(np.uint64(len(data))):
-        x = np.uint64(states[i & mask])
-        entry, high = np.uint64(slots[x & _LOW_12]), x >> _U12
-        data[i] = np.uint8(entry & _U255)
-        x = (entry >> _U20) * high + high + ((entry >> _U8) & _LOW_12)
-        refill, empty = np.uint64(refills[min(at, last)]), x < _LOWEST
-        x = x << _U16 | refill if empty else x
-        at += np.uint64(empty)
-        states[i & mask] = np.uint32(x)
-    return np.int64(at)

@@ -93,7 +93,7 @@ def tokens_of(values: NDArray[np.uint32]) -> NDArray[np.uint8]:
     if kernel is None:
         return tokens.tokens_of(values)
     found = np.empty(len(values), np.uint8)
-    kernel.tokenise(values, found)
+    kernel.entropy.tokenise(values, found)
     return found
 
 
@@ -102,7 +102,7 @@ def extra_bytes(named: NDArray[np.uint8]) -> tuple[int, int]:
     kernel = compiled()
     if kernel is None:
         return tokens.extra_bytes(named)
-    bits = kernel.extra_bits(named, tokens.EXTRA_BITS)
+    bits = kernel.entropy.extra_bits(named, tokens.EXTRA_BITS)
     return -(-bits // 8), -bits % 8
 
 
@@ -113,7 +113,7 @@ def pack_extras(values: NDArray[np.uint32], named: NDArray[np.uint8]) -> NDArray
         return tokens.pack_extras(values, named)
     size = extra_bytes(named)[0]
     data = np.empty(size + 8, np.uint8)
-    kernel.pack_extras(values, named, tokens.EXTRA_BITS, data)
+    kernel.entropy.pack_extras(values, named, tokens.EXTRA_BITS, data)
     return data[:size]
 
 
@@ -123,7 +123,7 @@ def numbers_of(named: NDArray[np.uint8], data: NDArray[np.uint8]) -> NDArray[np.
     if kernel is None:
         return tokens.numbers_of(named, data)
     values = np.empty(len(named), np.uint32)
-    kernel.numbers(named, np.append(data, np.zeros(8, np.uint8)), tokens.EXTRA_BITS, tokens.BASES, values)
+    kernel.entropy.numbers(named, np.append(data, np.zeros(8, np.uint8)), tokens.EXTRA_BITS, tokens.BASES, values)
     return values
 
 
@@ -144,8 +144,28 @@ def count_bytes(data: NDArray[np.uint8]) -> NDArray[np.int64]:
     if kernel is None:
         return np.bincount(data, minlength=256)
     counts = np.zeros(256, np.int64)
-    kernel.count_bytes(data, counts)
+    kernel.entropy.count_bytes(data, counts)
     return counts
+
+
+def table_for(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """See :func:`rans.table_for`."""
+    kernel = compiled()
+    if kernel is None:
+        return rans.table_for(counts)
+    table = np.empty(int(np.flatnonzero(counts)[-1]) + 1, np.uint8)
+    kernel.entropy.table_for(counts, rans.WEIGHTS, table)
+    return table
+
+
+def frequencies(table: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """See :func:`rans.frequencies`."""
+    kernel = compiled()
+    if kernel is None:
+        return rans.frequencies(table)
+    found = np.empty(256, np.uint32)
+    kernel.entropy.frequencies(table, rans.WEIGHTS, found)
+    return found
 
 
 def rans_encode(
@@ -157,7 +177,7 @@ def rans_encode(
         return rans.encode(data, frequency)
     states = np.full(rans.lanes_of(len(data)), rans.LOWEST_STATE, np.uint32)
     refills = np.empty(len(data) + 1, np.uint16)  # at most one per byte
-    at = kernel.rans_encode(data, frequency, rans.starts_of(frequency), states, refills)
+    at = kernel.entropy.rans_encode(data, frequency, rans.starts_of(frequency), states, refills)
     return states, refills[at:]
 
 
@@ -169,7 +189,7 @@ def rans_decode(
     if kernel is None:
         return rans.decode(states, refills, frequency, count)
     data, last = np.empty(count, np.uint8), states.copy()
-    used = kernel.rans_decode(last, refills if len(refills) else np.zeros(1, np.uint16), frequency, data)
+    used = kernel.entropy.rans_decode(last, refills if len(refills) else np.zeros(1, np.uint16), frequency, data)
     return data if used == len(refills) and (last == rans.LOWEST_STATE).all() else None
 
 

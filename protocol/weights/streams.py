@@ -179,8 +179,8 @@ def _rans(raw: bytes) -> bytes:
     if not raw:
         return b""
     data = np.frombuffer(raw, np.uint8)
-    table = rans.table_for(kernels.count_bytes(data))
-    states, refills = kernels.rans_encode(data, rans.frequencies(table))
+    table = kernels.table_for(kernels.count_bytes(data))
+    states, refills = kernels.rans_encode(data, kernels.frequencies(table))
     return b"".join([
         bytes([len(table) - 1]), table.tobytes(), states.astype("<u4").tobytes(), refills.astype("<u2").tobytes()
     ])
@@ -200,7 +200,7 @@ def _unrans(data: memoryview, count: int) -> NDArray[np.uint8]:
     if (states < rans.LOWEST_STATE).any():
         raise PeerFault(E_CHUNK, "rANS state too small", expected=f">= {rans.LOWEST_STATE}", got=int(states.min()))
     refills = np.frombuffer(bytes(rest[4 * lanes :]), "<u2")
-    raw = kernels.rans_decode(states, refills, rans.frequencies(table), count)
+    raw = kernels.rans_decode(states, refills, kernels.frequencies(table), count)
     if raw is None:
         raise PeerFault(E_CHUNK, "rANS stream does not end where it must")
     return raw

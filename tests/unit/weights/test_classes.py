@@ -162,7 +162,9 @@ def test_every_token_begins_where_the_one_before_ends() -> None:
 def test_rans_comes_back_and_is_the_same_compiled(rng: np.random.Generator, count: int, peak: float) -> None:
     data = np.minimum(rng.geometric(peak, count) - 1, 255).astype(np.uint8)
     counts = np.bincount(data)
-    frequency = rans.frequencies(rans.table_for(counts))
+    table = rans.table_for(counts)
+    assert (kernels.table_for(counts) == table).all()
+    frequency = rans.frequencies(table)
     states, refills = kernels.rans_encode(data, frequency)
     assert len(states) == rans.lanes_of(count)
     if count > 20_000:
@@ -184,8 +186,17 @@ def test_rans_comes_back_and_is_the_same_compiled(rng: np.random.Generator, coun
 @given(st.lists(st.integers(0, 127), min_size=1, max_size=256).filter(any))
 def test_every_table_adds_up_and_keeps_rare_bytes(table: list[int]) -> None:
     frequency = rans.frequencies(np.array(table, np.uint8))
+    assert (kernels.frequencies(np.array(table, np.uint8)) == frequency).all()
     assert frequency.sum() == 2**rans.PROBABILITY_BITS
     assert (frequency[: len(table)] > 0).tolist() == [number > 0 for number in table]
+
+
+@given(st.lists(st.integers(0, 2**26), min_size=1, max_size=256).filter(any))
+def test_every_count_gets_the_same_table(counts: list[int]) -> None:
+    padded = np.array(counts + [0] * (256 - len(counts)), np.int64)
+    table = rans.table_for(padded)
+    assert kernels.table_for(padded).tolist() == table.tolist()
+    assert (table > 0).tolist() == [n > 0 for n in counts][: len(table)]
 
 
 def test_rans_weights_ascend() -> None:
