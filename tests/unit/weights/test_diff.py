@@ -136,14 +136,9 @@ def _any_method(rng: np.random.Generator) -> Method | None:
     return [None, Method.GAP, Method.XC][int(rng.integers(3))]
 
 
-def test_random_chains_end_at_the_right_root() -> None:
-    for seed in range(100):
-        _follow_a_random_chain(seed)
-
-
-@pytest.mark.slow
-def test_a_thousand_random_chains_end_at_the_right_root() -> None:
-    for seed in range(100, 1000):
+@pytest.mark.parametrize("hundred", range(10))
+def test_a_thousand_random_chains_end_at_the_right_root(hundred: int) -> None:
+    for seed in range(100 * hundred, 100 * (hundred + 1)):
         _follow_a_random_chain(seed)
 
 

@@ -181,6 +181,11 @@ def stored(learner: FakeLearner, chunks: list[bytes], output: int = 2**20) -> li
     ]
 
 
+def flipped(chunk: bytes) -> bytes:
+    """One bit of the last stream."""
+    return chunk[:-1] + bytes([chunk[-1] ^ 1])
+
+
 Lie = Callable[[FakeLearner], None]
 LIES: dict[str, Lie] = {
     "another base root": lambda learner: lie(learner, base_root="00" * 32),
@@ -201,6 +206,19 @@ LIES: dict[str, Lie] = {
     ]),
     "chunks of another diff": lambda learner: lie(learner, chunks=stored(
         learner, encode_diff(LAYOUT, learner.states[40], learner.states[41])
+    )),
+    "two diffs for one": lambda learner: lie(learner, chunks=stored(learner, [
+        *encode_diff(LAYOUT, learner.states[40], learner.states[41]),
+        *encode_diff(LAYOUT, learner.states[41], learner.states[44]),
+    ])),
+    "a chunk that was cut off": lambda learner: lie(learner, chunks=stored(
+        learner, [encode_diff(LAYOUT, learner.states[40], learner.states[44])[0][:-1]]
+    )),
+    "a chunk with a flipped bit": lambda learner: lie(learner, chunks=stored(
+        learner, [flipped(encode_diff(LAYOUT, learner.states[40], learner.states[44])[0])]
+    )),
+    "an older state under a newer name": lambda learner: lie(learner, chunks=stored(
+        learner, encode_diff(LAYOUT, learner.states[40], learner.states[39])
     )),
     "no chunk at all": lambda learner: lie(learner, chunks=stored(learner, [b"not a chunk"])),
     "a bomb": lambda learner: lie(learner, chunks=stored(
