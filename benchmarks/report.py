@@ -67,7 +67,9 @@ CLAIMS: Final[dict[str, tuple[Claim, ...]]] = {
     "statistics": (),
     "weight_codec": _claims(
         "xc_vs_grail_bytes <= 0.35", "apply_verify_vs_hash <= 1.5", "two_thread_scaling >= 1.6",
-        "catchup20_vs_chain <= 0.45",
+        "catchup20_vs_chain <= 0.45", "gap_zstd_ratio_to_bound <= 1.15", "xc_zstd_ratio_to_bound <= 1.20",
+        "xc_rans_ratio_to_bound <= 1.06", "gap_encode_vs_memcpy >= 0.12", "gap_apply_vs_memcpy >= 0.25",
+        "xc_encode_vs_memcpy >= 0.10", "xc_apply_vs_memcpy >= 0.12",
     ),
     "swarm": (),
     "learner_speed": _claims(
