@@ -22,7 +22,7 @@ PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow fuzz crash bench check format lock clean
+.PHONY: help setup demo test test-slow fuzz crash yardsticks bench check format lock clean
 
 help: ## This list.
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,15 @@ fuzz: $(STAMP) ## Bytes nobody foresaw against every decoder, at length.
 crash: $(STAMP) ## Processes killed at random points, at length.
 	$(BIN)/python -m pytest -m "crash" $(PYTEST_FLAGS)
 
+yardsticks: $(STAMP) ## What needs TRL (330 MB) or TensorBoard: both go to .venv.yardsticks, beside .venv.
+	test -x $(VENV).yardsticks/bin/python || $(PYTHON) -m venv --without-pip $(VENV).yardsticks
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$($(VENV).yardsticks/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/locked.pth"
+	$(BIN)/pip --python $(VENV).yardsticks/bin/python install --quiet "trl>=1.16" "tensorboard>=2.19"
+	$(VENV).yardsticks/bin/python -m pytest tests/unit/learner/test_losses_trl.py tests/unit/learner/test_views.py \
+	  $(PYTEST_FLAGS)
+	$(VENV).yardsticks/bin/python benchmarks/learner_speed.py $(BENCH_FLAGS)
+
 bench: $(STAMP) ## Measure every claim and write docs/benchmarks.md: BENCH_FLAGS="--quick --only NAME"
 	$(BIN)/python benchmarks/report.py $(BENCH_FLAGS)
 
@@ -66,7 +75,7 @@ lock: ## Resolve pyproject.toml anew and write requirements.lock (builds one pac
 	rm -rf $(VENV).lock
 
 clean: ## Remove .venv, caches and demo runs.
-	rm -rf $(VENV) $(VENV).lock .demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf $(VENV) $(VENV).lock $(VENV).yardsticks .demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(STAMP): requirements.lock requirements-nodeps.lock pyproject.toml

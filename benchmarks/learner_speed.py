@@ -1,55 +1,51 @@
 """A learner's step beside a plain Hugging Face step and TRL's GRPO loss, on the same batch of SmolLM2-135M.
 
-Same weights, sequences, advantages, mask and optimiser (AdamW, fp32):
+Same weights, sequences, advantages, mask and optimiser (AdamW, fp32), in turns in one process:
 
 * ``assay``: ``Trainer.train_step`` with its default loss (TIS, score centring), prompts run once, fused head. It also
   keeps fp32 masters beside the weights that compute.
-* ``hf``: every completion a padded row, ``log_softmax`` over the logits of the whole batch, gather, policy gradient.
+* ``hf``: every completion a row, ``log_softmax`` over the logits of the whole batch, gather, policy gradient.
 * ``trl``: TRL's own ``GRPOTrainer._compute_loss`` (DAPO loss type) with its fused head, which computes the logits of
-  the loss tokens again in the backward pass, on the same rows; null when TRL is not installed.
+  the loss tokens again in the backward pass, on the same rows; null when TRL is not installed (``make yardsticks``).
 * ``assay_unshared``: as ``assay``, but each completion is a row with its own copy of the prompt: what is left is the
   head (not with ``--quick``).
 
-Times are processor time of one thread: the machine may be shared. Memory is the peak of live tensor bytes, counted
-operation by operation on tensors without storage, so that 8,192 tokens need no 20 GB; ``logits_memory`` is forward
-and backward of head and loss for 2,048 tokens, ``total_memory`` a whole step with weights and optimiser. The learner's
-total is that of its default token budget; ``total_memory_ratio_8192_one_pass`` is without microbatches.
+The batch is small (four completions of 48 tokens to a prompt of 48), so that two busy cores are done in minutes. Times
+are processor time of one thread: the machine may be shared. ``logits_memory`` is the resident peak of forward and
+backward of head and loss for 2,048 tokens; ``total_memory`` is a whole step over 8,192 tokens with weights, gradients
+and optimiser, counted (see ``learner_memory.py``): the learner in microbatches of its default token budget,
+``total_memory_ratio_8192_one_pass`` without microbatches. ``counted_vs_resident`` is the one way over the other for a
+pass of 512 tokens.
 """
 
 from __future__ import annotations
 
+import harness  # first: sets the import path and the threads
+
+harness.pin_threads()
+
+# ruff: noqa: E402
 import contextlib
 import time
 import types
-import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import harness
+import learner_memory as memory_of
+import numpy as np
+import torch
+from torch import Tensor, nn
 
-harness.pin_threads()
+from learner.batch import Batch, Sequence
+from learner.config import LearnerConfig
+from learner.trainer import Trainer
+from protocol.messages import SamplingRules
+from protocol.reference.loader import load_config_model
+from protocol.weights.layout import read_safetensors
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
-
-from learner.batch import Batch, Sequence  # noqa: E402
-from learner.config import LearnerConfig  # noqa: E402
-from learner.corrections import PRESETS  # noqa: E402
-from learner.head import LossTokens, chunk_rows, head_loss  # noqa: E402
-from learner.losses import token_rule  # noqa: E402
-from learner.trainer import Trainer  # noqa: E402
-from protocol.messages import SamplingRules  # noqa: E402
-from protocol.reference.loader import load_config_model  # noqa: E402
-from protocol.weights.layout import read_safetensors  # noqa: E402
-
-HEAD: Final = 32
+HEAD: Final = memory_of.HEAD
 MIB: Final = 2**20
 
 
@@ -100,7 +96,8 @@ def trl_loss(model: nn.Module) -> Callable[[Rows], Tensor] | None:
         return None
     add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))  # as GRPOTrainer does
     accelerator = types.SimpleNamespace(
-        num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x, autocast=contextlib.nullcontext
+        num_processes=1, is_main_process=True, gather=lambda x: x, reduce=lambda x, **_: x,
+        autocast=contextlib.nullcontext,
     )
     trainer = types.SimpleNamespace(
         args=types.SimpleNamespace(delta=None, steps_per_generation=1), model=model, accelerator=accelerator,
@@ -129,109 +126,37 @@ def trl_loss(model: nn.Module) -> Callable[[Rows], Tensor] | None:
 # -- memory ------------------------------------------------------------------------------------------------
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts bytes of tensors that operations make and that are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, Tensor):
-                self._add(leaf.untyped_storage())
-        return made
-
-    def _add(self, storage: Any) -> None:
-        key = storage._cdata
-        if key in self._known:
-            return
-        self._known.add(key)
-        size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._drop, key, size)
-
-    def _drop(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-
-def peak_bytes(work: Callable[[LiveBytes], Any]) -> int:
-    """Peak of what ``work`` makes, on tensors without storage."""
-    with FakeTensorMode(), LiveBytes() as live:
-        work(live)
-    return live.peak
-
-
-def fake_tokens(count: int) -> LossTokens:
-    ids_NK = torch.zeros(count, HEAD, dtype=torch.int64)
-    float_N, long_N = torch.zeros(count), torch.zeros(count, dtype=torch.int64)
-    return LossTokens(
-        long_N, float_N, float_N, long_N, ids_NK, torch.zeros(count, HEAD), torch.ones(count, HEAD, dtype=torch.bool),
-        float_N, long_N,
-    )
-
-
-def fused_loss(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-    """The product's loss with default chunks."""
-    tokens = fake_tokens(len(hidden_ND))
-    rule = token_rule(tokens.lag_N, tokens.signal_N, PRESETS["tis+sc"], cap_N=torch.ones_like(tokens.signal_N))
-    rows = chunk_rows(len(weight_VD), LearnerConfig().batch.head_chunk_mib)
-    return head_loss(hidden_ND, weight_VD, tokens, rule, temperature=1.0, rows=rows)[0]
-
-
-def plain_loss(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-    target_N1 = torch.zeros(len(hidden_ND), 1, dtype=torch.int64)
-    return torch.log_softmax(hidden_ND @ weight_VD.T, dim=-1).gather(1, target_N1).mean()
-
-
-def head_peak(loss: Callable[[Tensor, Tensor], Tensor], tokens: int, width: int, vocab: int) -> int:
-    """Peak of forward and backward of head and loss, without its inputs."""
-    def work(live: LiveBytes) -> None:
-        hidden_ND, weight_VD = torch.zeros(tokens, width).requires_grad_(), torch.zeros(vocab, width).requires_grad_()
-        live.now = live.peak = 0
-        loss(hidden_ND, weight_VD).backward()  # type: ignore[no-untyped-call]
-
-    return peak_bytes(work)
-
-
-def step_peak(folder: Path, tokens: int, copies: int, loss: Callable[[Tensor, Tensor], Tensor]) -> int:
-    """Peak of a pass over rows of 512 tokens, and ``copies`` of the weights: parameters, moments and so on."""
-    def work(live: LiveBytes) -> None:
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-        weights = sum(p.numel() * 4 for p in model.parameters())
-        live.now = live.peak = copies * weights
-        length = min(512, tokens)
-        ids_BL = torch.zeros(tokens // length, length, dtype=torch.int64)
-        hidden_BLD = model.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
-        loss(hidden_BLD.flatten(0, 1), model.get_output_embeddings().weight).backward()  # type: ignore[no-untyped-call]
-
-    return peak_bytes(work)
-
-
-def memory(folder: Path, width: int, vocab: int) -> dict[str, Any]:
-    """Peaks and their ratios."""
-    ours, plain = head_peak(fused_loss, 2048, width, vocab), head_peak(plain_loss, 2048, width, vocab)
-    budget = LearnerConfig().batch.max_tokens
-    # Weights and two moments; the learner has masters as well. Gradients are made by the pass itself.
-    whole_plain = step_peak(folder, 8192, 3, plain_loss)
-    whole_ours, one_pass = step_peak(folder, budget, 4, fused_loss), step_peak(folder, 8192, 4, fused_loss)
-    return {
-        "logits_memory_ratio": ours / plain, "logits_memory_mib": ours / MIB, "logits_memory_mib_hf": plain / MIB,
-        "total_memory_ratio_8192": whole_ours / whole_plain, "total_memory_ratio_8192_one_pass": one_pass / whole_plain,
-        "total_memory_mib": whole_ours / MIB, "total_memory_mib_hf": whole_plain / MIB,
+def memory(folder: Path, width: int, vocab: int, tokens: int) -> dict[str, Any]:
+    """Peaks and their ratios; ``tokens``: of head and loss."""
+    ours, plain = (memory_of.resident_peak("head", which, folder, tokens, width, vocab) for which in memory_of.LOSSES)
+    found: dict[str, Any] = {
+        "logits_memory_tokens": tokens, "logits_memory_ratio": ours / plain, "logits_memory_mib": ours / MIB,
+        "logits_memory_mib_hf": plain / MIB,
     }
+    (budgeted, weights), (one_pass, _), (naive, _) = (
+        memory_of.counted_step(memory_of.LOSSES[which], folder, count)
+        for which, count in (("ours", LearnerConfig().batch.max_tokens), ("ours", 8192), ("plain", 8192))
+    )
+    # Weights and two moments; the learner has masters as well. Gradients are made by the pass itself.
+    budgeted, one_pass, naive = budgeted + 4 * weights, one_pass + 4 * weights, naive + 3 * weights
+    found |= {
+        "total_memory_ratio_8192": budgeted / naive, "total_memory_ratio_8192_one_pass": one_pass / naive,
+        "total_memory_mib": budgeted / MIB, "total_memory_mib_hf": naive / MIB, "counted_vs_resident": {},
+    }
+    for which, loss in memory_of.LOSSES.items():
+        counted, _ = memory_of.counted_step(loss, folder, memory_of.CHECKED_TOKENS)
+        resident = memory_of.resident_peak("step", which, folder, memory_of.CHECKED_TOKENS, width, vocab)
+        found["counted_vs_resident"][which] = counted / resident
+    return found
 
 
 # -- speed -------------------------------------------------------------------------------------------------
 
 
-def other_step(model: nn.Module, loss: Callable[[Rows], Tensor], rows: Rows) -> Callable[[], object]:
+def other_step(
+    model: nn.Module, optimiser: torch.optim.Optimizer, loss: Callable[[Rows], Tensor], rows: Rows
+) -> Callable[[], object]:
     """A step of a plain training loop."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
     def step() -> None:
         loss(rows).backward()  # type: ignore[no-untyped-call]
@@ -243,7 +168,7 @@ def other_step(model: nn.Module, loss: Callable[[Rows], Tensor], rows: Rows) -> 
 
 
 def contenders(folder: Path, batch: Batch, vocab: int, *, unshared: bool) -> dict[str, Callable[[], object]]:
-    """Each with a model of its own."""
+    """The learner twice, each with weights of its own; the other two share theirs and the optimiser."""
     rules = SamplingRules(head_size=HEAD, max_new_tokens=4096, eos_token_ids=[2], vocab_size=vocab)
     layout, state = read_safetensors(folder / "model.safetensors")
     rows = Rows(batch)
@@ -256,23 +181,12 @@ def contenders(folder: Path, batch: Batch, vocab: int, *, unshared: bool) -> dic
     plain = load_config_model(folder, torch.float32)
     plain.load_state_dict(shared.state_dict())
     plain.train()
-    found["hf"] = other_step(plain, lambda rows: hf_loss(plain, rows), rows)
+    optimiser = torch.optim.AdamW(plain.parameters(), lr=1e-6, fused=True)
+    found["hf"] = other_step(plain, optimiser, lambda rows: hf_loss(plain, rows), rows)
     trl = trl_loss(plain)
     if trl is not None:
-        found["trl"] = other_step(plain, trl, rows)
+        found["trl"] = other_step(plain, optimiser, trl, rows)
     return found
-
-
-def processor_seconds(works: dict[str, Callable[[], object]], rounds: int, warm_up: int) -> dict[str, harness.Timing]:
-    """Processor time of each in turns."""
-    found: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(warm_up + rounds):
-        for name, work in works.items():
-            started = time.process_time()
-            work()
-            if turn >= warm_up:
-                found[name].append(time.process_time() - started)
-    return {name: harness.Timing(tuple(seconds)) for name, seconds in found.items()}
 
 
 def main() -> None:
@@ -286,12 +200,13 @@ def main() -> None:
         convert_smollm2(folder, 0, print if not arguments.json else lambda _: None)
     config = load_config_model(folder, torch.float32).config
     vocab, width = int(config.vocab_size), int(config.hidden_size)
-    sizes = memory(folder, width, vocab)
-    shape = {"prompts": 1, "prompt": 16, "samples": 4, "length": 16} if arguments.quick else {
-        "prompts": 1, "prompt": 48, "samples": 8, "length": 48}
+    shape = {"prompts": 1, "prompt": 16, "samples": 2, "length": 16} if arguments.quick else {
+        "prompts": 1, "prompt": 48, "samples": 4, "length": 48}
     batch = make_batch(arguments.seed, **shape, vocab=vocab)
     works = contenders(folder, batch, vocab, unshared=not arguments.quick)
-    timings = processor_seconds(works, rounds=2 if arguments.quick else 3, warm_up=1)
+    timings = harness.interleave(works, rounds=2 if arguments.quick else 3, clock=time.process_time)
+    works.clear()  # and with it the models, before the machine's memory is needed
+    sizes = memory(folder, width, vocab, 512 if arguments.quick else 2048)
     medians = {name: timing.median for name, timing in timings.items()}
     result: dict[str, Any] = {"tokens": batch.tokens, **shape} | sizes | {
         "vs_hf_naive": medians["hf"] / medians["assay"],
@@ -304,8 +219,8 @@ def main() -> None:
     rows = [(name, t.median, t.spread, batch.tokens / t.median) for name, t in timings.items()]
     text = harness.table(["step", "processor s", "spread", "tokens per s"], rows)
     text += "\n\n" + harness.table(["memory", "MiB", "Hugging Face, MiB", "ratio"], [
-        ("head and loss, 2,048 tokens", result["logits_memory_mib"], result["logits_memory_mib_hf"],
-         result["logits_memory_ratio"]),
+        (f"head and loss, {result['logits_memory_tokens']} tokens", result["logits_memory_mib"],
+         result["logits_memory_mib_hf"], result["logits_memory_ratio"]),
         ("whole step, 8,192 tokens", result["total_memory_mib"], result["total_memory_mib_hf"],
          result["total_memory_ratio_8192"]),
     ])

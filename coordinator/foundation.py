@@ -13,6 +13,7 @@ from typing import Any, Final
 from coordinator import event_log, invites
 from coordinator.calibrations import calibrated
 from coordinator.database import Database, sqlite_url
+from coordinator.experts import route_rules
 from coordinator.keyring import new_token, write_secret
 from coordinator.presets import Preset
 from protocol.api import JoinLink
@@ -185,7 +186,10 @@ def _sampling(founding: Founding) -> SamplingRules:
     if generation.is_file():
         named = _json(generation).get("eos_token_id")
         eos |= set(named if isinstance(named, list) else [named]) - {None}
-    return founding.preset.sampling_rules(sorted(int(token) for token in eos), vocab_size)
+    routes = None
+    if founding.preset.sampling.record_routes:
+        routes = route_rules(config, read_safetensors(*sorted(founding.model.glob("*.safetensors")))[0])
+    return founding.preset.sampling_rules(sorted(int(token) for token in eos), vocab_size, routes)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict
 
 from protocol.errors import E_CONFIG, LocalFault
-from protocol.messages import AuditPolicy, BatchRules, Environment, Profile, SamplingRules
+from protocol.messages import AuditPolicy, BatchRules, Environment, Profile, RouteRules, SamplingRules
 
 #: T2 thresholds of the torch engine in float32 on a CPU, derived and not measured: docs/spec/verification.md,
 #: "Thresholds", which also says when a calibration record takes their place. Honest heads sit on
@@ -35,6 +35,7 @@ class SamplingPreset(_Frozen):
     head_max_code: int = 3_537  #: a head holds what is likelier than 1e-6 (13.8 nats in steps)
     swap_grid: int = 16  #: weights may change only before positions divisible by it
     max_new_tokens: int = 128  #: completion length limit, EOS included
+    record_routes: bool = False  #: rollouts of a mixture of experts carry the experts of every token
 
 
 class UpPreset(_Frozen):
@@ -62,9 +63,14 @@ class Preset(_Frozen):
     learner: dict[str, str | int | float]  #: the learner's settings, keys as in ``learner run --set``
     up: UpPreset
 
-    def sampling_rules(self, eos_token_ids: list[int], vocab_size: int) -> SamplingRules:
-        """The sampling rules once the model's tokenizer is known."""
-        return SamplingRules(**self.sampling.model_dump(), eos_token_ids=eos_token_ids, vocab_size=vocab_size)
+    def sampling_rules(
+        self, eos_token_ids: list[int], vocab_size: int, routes: RouteRules | None = None
+    ) -> SamplingRules:
+        """The sampling rules once the model's tokenizer and its experts are known."""
+        return SamplingRules(
+            **self.sampling.model_dump(exclude={"record_routes"}), eos_token_ids=eos_token_ids, vocab_size=vocab_size,
+            routes=routes,
+        )
 
 
 TINY: Final = Preset(

@@ -13,6 +13,7 @@ from learner.config import LearnerConfig, ProcessConfig
 from learner.crew import Lead, Opening, follow
 from learner.exposition import Exposition
 from learner.journal import Journal
+from learner.metrics import Metrics
 from learner.places import Places, learner_key, read_model
 from learner.ranks import Ranks, rank_faults
 from learner.run import Learner
@@ -52,8 +53,23 @@ def assemble(places: Places, config: LearnerConfig, client: CoordinatorClient, m
         client=client, store=open_store(places.store), identity=identity, manifest=manifest,
         trainer=trainer if ranks.size == 1 else Lead(trainer, ranks), journal=journal,
         points=ResumePoints(places.work), config=config, clock=clock, should_stop=should_stop,
-        show=Exposition(places.work / "metrics.prom", config.process.metrics_port).show,
+        show=_views(places, config.process),
     )
+
+
+def _views(places: Places, config: ProcessConfig) -> Callable[[Metrics], None]:
+    """Everybody who is shown the numbers of a version."""
+    views = [Exposition(places.work / "metrics.prom", config.metrics_port).show]
+    if config.tensorboard is not None:
+        from learner.event_files import EventFiles
+
+        views.append(EventFiles(Path(config.tensorboard)).show)
+
+    def show(metrics: Metrics) -> None:
+        for view in views:
+            view(metrics)
+
+    return show
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class TrainingGroup:
 
 @dataclass(frozen=True, eq=False)
 class Sequence:
-    """One completion as training data. T completion tokens, K widest head."""
+    """One completion as training data. T tokens, K widest head, Y layers with a router, X experts per token."""
 
     group: int
     sample: int
@@ -59,6 +59,7 @@ class Sequence:
     node_id: str = ""
     scale_T: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  #: aggregation scale times lag weight
     draws_TS: NDArray[np.float64] | None = None  #: uniform numbers of further draws, for centring by draws
+    routes_TYX: NDArray[np.uint8] | None = None  #: the sampler's experts, where the run records them
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +169,7 @@ def _sequence(group: TrainingGroup, sample: TrainingSample, advantage: float, sc
         tail_q_T=np.exp(sampler.tail_logprobs(rollout, rules)),
         node_id=sample.node_id,
         draws_TS=_draws(group.group, rollout, version, config),
+        routes_TYX=rollout.routes,
     )
 
 

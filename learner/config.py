@@ -182,6 +182,8 @@ class ProcessConfig(Config):
     """How often the coordinator is asked for admitted groups while waiting."""
     metrics_port: Annotated[int, Field(ge=1, le=65_535)] | None = None
     """Port on loopback where Prometheus finds the newest step's numbers; they are in metrics.prom in any case."""
+    tensorboard: Annotated[str, Field(min_length=1)] | None = None
+    """Folder for TensorBoard event files of the steps; needs the package tensorboard."""
     say_after_ms: Annotated[int, Field(ge=100)] = 10_000
     """After how long a wait says what it waits for."""
     checkpoint_every_versions: Annotated[int, Field(ge=1)] = 1

@@ -56,14 +56,14 @@ class Exposition:
             write_to_textfile(str(self._file), self._registry)
 
     def _set(self, name: str, value: Any) -> None:
-        if _is_number(value):
+        if is_number(value):
             self._gauge(name).set(value)
 
     def _per(self, name: str, label: str, values: dict[str, Any]) -> None:
         gauge = self._gauge(name, label)
         gauge.clear()
         for key, value in values.items():
-            if _is_number(value):
+            if is_number(value):
                 gauge.labels(key).set(value)
 
     def _gauge(self, name: str, *labels: str) -> Gauge:
@@ -73,5 +73,6 @@ class Exposition:
         return self._gauges[name]
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a metric is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -5,7 +5,10 @@ blocks ``prompt, completion, completion, ...`` and a mask lets a completion see 
 completion is a row of its own, padded on the right, sorted by length. The last token of a completion is predicted but
 never fed in.
 
-Legend: B rows, L row length, N loss tokens.
+Where the sampler's experts are known, the pass behind each loss token is routed to them (R3, see
+``protocol.reference.routing``); a prompt that is run once takes the first completion's for its last token.
+
+Legend: B rows, L row length, M = B L inputs, N loss tokens, Y layers with a router, X experts per token.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from torch import Tensor
 from learner.batch import Batch, Sequence
 from learner.config import BatchConfig
 from learner.head import LossTokens
+from protocol.reference.routing import OWN
 
 _T = TypeVar("_T", bound=np.generic)
 
@@ -38,6 +42,7 @@ class Microbatch:
     source_N: Tensor  #: int64 flat index into (B, L) of the input that predicts each loss token
     tokens: LossTokens
     sequences: tuple[Sequence, ...]  #: in the order of ``tokens.sequence_N``
+    routes_MYX: Tensor | None = None  #: int64 experts of each input, ``OWN`` where not known; None: none is known
     idle: bool = False  #: there to keep a rank in step with the others; its numbers mean nothing
 
     def to(self, device: torch.device) -> Microbatch:
@@ -174,6 +179,7 @@ def _shared(blocks: list[_Block]) -> Microbatch:
         source_N=torch.from_numpy(np.concatenate(sources)),
         tokens=_loss_tokens(sequences),
         sequences=tuple(sequences),
+        routes_MYX=_routes(offset, sequences, sources),
     )
 
 
@@ -192,8 +198,21 @@ def _padded(rows: list[Sequence]) -> Microbatch:
         ids_BL[row, : _input_length(sequence)] = np.concatenate([sequence.prompt, sequence.tokens_T[:-1]])
         sources.append(row * length + len(sequence.prompt) - 1 + np.arange(len(sequence.tokens_T)))
     return Microbatch(
-        torch.from_numpy(ids_BL), None, None, torch.from_numpy(np.concatenate(sources)), _loss_tokens(rows), tuple(rows)
+        torch.from_numpy(ids_BL), None, None, torch.from_numpy(np.concatenate(sources)), _loss_tokens(rows),
+        tuple(rows), _routes(ids_BL.size, rows, sources),
     )
+
+
+def _routes(inputs: int, sequences: list[Sequence], sources: list[NDArray[np.int64]]) -> Tensor | None:
+    """(M, Y, X) experts of every input; ``sources``: of each sequence the inputs that predict its tokens."""
+    pairs = zip(sequences, sources, strict=True)
+    known = [(sequence.routes_TYX, source_T) for sequence, source_T in pairs if sequence.routes_TYX is not None]
+    if not known:
+        return None
+    routes_MYX = np.full((inputs, *known[0][0].shape[1:]), OWN)
+    for routes_TYX, source_T in reversed(known):  # so that the first has the last word on a shared input
+        routes_MYX[source_T] = routes_TYX
+    return torch.from_numpy(routes_MYX)
 
 
 def _loss_tokens(sequences: list[Sequence]) -> LossTokens:

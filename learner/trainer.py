@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, cast
@@ -35,6 +36,7 @@ from learner.screen import RolloutNumbers, screen
 from protocol.errors import LocalFault, code
 from protocol.messages import SamplingRules
 from protocol.reference.loader import load_config_model
+from protocol.reference.routing import check_rules, replay_routes
 from protocol.weights.layout import Layout, State
 
 E_MODEL_UNSUPPORTED = code("E_MODEL_UNSUPPORTED", "the learner cannot compute this model's logits")
@@ -98,6 +100,7 @@ class Trainer:
     def __init__(self, model: nn.Module, layout: Layout, state: State, config: LearnerConfig, rules: SamplingRules,
                  ranks: Ranks = Ranks()):  # noqa: B008 - immutable
         _check_head(model)
+        check_rules(model, rules.routes)
         self.config, self.rules, self.ranks = config, rules, ranks
         self.model = cast("Any", model.to(ranks.device))  # transformers ships no usable types
         self._reference = ReferencePolicy(model, layout, state, ranks) if config.loss.kl_coef > 0 else None
@@ -226,8 +229,9 @@ class Trainer:
         for micro in self._share(batch, should_stop):
             given = micro.to(self.ranks.device)
             log_ref_N = None if self._reference is None else self._reference.logprobs(given, **self._chunks())
-            loss, stats, distance_N = self._together(self._forward, given, log_bound, log_ref_N)
-            loss.backward()  # also when it is not finite: all ranks make the same exchanges
+            with self._routed(given):  # of the backward pass, too: layers may be computed again there
+                loss, stats, distance_N = self._together(self._forward, given, log_bound, log_ref_N)
+                loss.backward()  # also when it is not finite: all ranks make the same exchanges
             if not micro.idle:
                 seen.append(_Seen.of(micro, stats.to_cpu(), distance_N.cpu()))
             if self.ranks.any(not bool(torch.isfinite(loss))):
@@ -263,6 +267,10 @@ class Trainer:
         with torch.autocast(self.ranks.device.type, torch.bfloat16, self.config.batch.compute == "bfloat16"):
             return hidden_states(self.model, micro)
 
+    def _routed(self, micro: Microbatch) -> AbstractContextManager[object]:
+        """While the block lasts, tokens go to the experts that the sampler took, as far as they are known."""
+        return nullcontext() if micro.routes_MYX is None else replay_routes(self.model, micro.routes_MYX)
+
     def _rule(self, tokens: LossTokens, log_bound: float | None) -> TokenRule:
         loss = self.config.loss
         cap_N = self.caps.caps(tokens.lag_N, loss.cap, loss.cap_decay) if self.correction.aged else None
@@ -277,7 +285,9 @@ class Trainer:
         """Bound of |log r| for the whole batch, from a forward pass of its own."""
         seen = []
         for micro in self._share(batch, should_stop):
-            log_p_N = self._together(self._drawn, micro.to(self.ranks.device)).cpu()
+            given = micro.to(self.ranks.device)
+            with self._routed(given):
+                log_p_N = self._together(self._drawn, given).cpu()
             if not micro.idle:
                 seen.append((clamped(log_p_N - micro.tokens.log_q_N), micro.tokens.signal_N))
         log_ratios, signals = zip((torch.zeros(0), torch.zeros(0)), *_dealt(self.ranks.gather(seen)), strict=True)

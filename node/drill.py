@@ -296,13 +296,15 @@ def exchanged(rollout: Rollout, position: int, token: int) -> Rollout:
     return replace(
         rollout, tokens=tokens, token_codes=token_codes, head_lengths=rollout.head_lengths[:end],
         head_ids=rollout.head_ids[:entries], head_codes=rollout.head_codes[:entries],
-        tail_codes=rollout.tail_codes[:end],
+        tail_codes=rollout.tail_codes[:end], routes=None if rollout.routes is None else rollout.routes[:end],
         segments=tuple(segment for segment in rollout.segments if segment.start <= position),
     )
 
 
 def _join(first: Rollout, rest: Rollout) -> Rollout:
     """One rollout of a prefix and what the engine made after it; the first segment of ``rest`` continues the prefix."""
-    columns = ("tokens", "head_lengths", "head_ids", "head_codes", "tail_codes", "token_codes")
+    columns = ["tokens", "head_lengths", "head_ids", "head_codes", "tail_codes", "token_codes"]
+    if first.routes is not None:
+        columns.append("routes")
     joined: dict[str, Any] = {name: np.concatenate([getattr(first, name), getattr(rest, name)]) for name in columns}
     return replace(rest, segments=first.segments + rest.segments[1:], **joined)

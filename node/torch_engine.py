@@ -23,6 +23,7 @@ from node.scheduler import Row, Scheduler
 from protocol.errors import LocalFault
 from protocol.messages import SamplingRules
 from protocol.reference.loader import load_config_model, set_state
+from protocol.reference.routing import check_rules, record_routes
 from protocol.rollout import Finish
 from protocol.sampler_torch import sample_batch
 
@@ -52,6 +53,7 @@ class TorchEngine:
             raise LocalFault(
                 E_ENGINE, "the model's vocabulary is not the run's", expected=rules.vocab_size, got=config.vocab_size
             )
+        check_rules(model, rules.routes)
         self._layout, self._rules, self._source, self._device = layout, rules, source, device
         self._max_positions = int(getattr(config, "max_position_embeddings", 2**31))
         self.capacity = max(MIN_ROWS, slots)
@@ -61,7 +63,7 @@ class TorchEngine:
         # transformers renamed the keyword on the way to 5.24; both names mean the same object.
         names = inspect.signature(type(model).forward).parameters
         self._cache_argument = {"cache" if "cache" in names else "past_key_values": self._cache}
-        self._recorder = Recorder(self.capacity, rules.head_size)
+        self._recorder = Recorder(self.capacity, rules.head_size, rules.routes)
         self._input = np.zeros(self.capacity, np.int64)  #: by record: token the next pass consumes
         self._cached = np.zeros(self.capacity, np.int64)  #: by record: inputs in the KV cache
         self._position = np.zeros(self.capacity, np.int64)  #: by record: completion position drawn next
@@ -201,8 +203,9 @@ class TorchEngine:
         self._arrange(rows)
         running = self._scheduler.rows[: len(rows)]
         records = np.array([row.record for row in running])
+        logits_RV, routes_RYX = self._routed(records)
         draw = sample_batch(
-            self._forward(records), self._tensor(self._seeds[records]), self._tensor(self._position[records]),
+            logits_RV, self._tensor(self._seeds[records]), self._tensor(self._position[records]),
             self._rules,
         )
         tokens_R, lengths_R, ids_RK, codes_RK, tails_R, token_codes_R = (
@@ -214,11 +217,21 @@ class TorchEngine:
         self._recorder.write(
             records, self._drawn[records], tokens_R, lengths_R, ids_RK, codes_RK, tails_R, token_codes_R
         )
+        if routes_RYX is not None:
+            self._recorder.write_routes(records, self._drawn[records], routes_RYX)
         self._input[records] = tokens_R
         for counter in (self._cached, self._position, self._drawn):
             counter[records] += 1
         self.tokens += len(running)
         return self._collect(running, tokens_R.tolist())
+
+    def _routed(self, records_R: np.ndarray[Any, Any]) -> tuple[torch.Tensor, np.ndarray[Any, Any] | None]:
+        """Logits of one decode pass and, where the run asks for them, the (R, Y, X) experts that it took."""
+        if self._rules.routes is None:
+            return self._forward(records_R), None
+        with record_routes(self._model) as passes:
+            logits_RV = self._forward(records_R)
+        return logits_RV, passes[0][: len(records_R)].cpu().numpy()
 
     def _forward(self, records_R: np.ndarray[Any, Any]) -> torch.Tensor:
         """(R, V) float32 logits of one decode pass over the first R slots."""

@@ -23,7 +23,7 @@ MAX_BYTES: Final = 64 * 2**20
 
 
 def encode(bundle: Bundle) -> bytes:
-    """The bundle as bytes: in the packed form, or in the simple one should packing fail.
+    """The bundle as bytes: in the packed form, or in the simple one with routes or should packing fail.
 
     Raises:
         ValueError: a head token carries a token code, or nothing to encode (our own bug).
@@ -38,7 +38,7 @@ def decode(data: bytes, rules: SamplingRules, *, max_bytes: int = MAX_BYTES) -> 
 
     Raises:
         PeerFault: ``E_TOO_LARGE``, ``E_BUNDLE_FRAME``, ``E_BUNDLE_HEADER``, ``E_BUNDLE_PACKED``, ``E_BUNDLE_COLUMNS``,
-            ``E_SEGMENTS`` or ``E_BUNDLE_CANONICAL``.
+            ``E_BUNDLE_ROUTES``, ``E_SEGMENTS`` or ``E_BUNDLE_CANONICAL``.
     """
     if len(data) > max_bytes:
         raise PeerFault(E_TOO_LARGE, "bundle too large", expected=f"<= {max_bytes} bytes", got=f"{len(data)} bytes")

@@ -1,6 +1,7 @@
 """A bundle as plain columns over all its rollouts: what both wire forms carry, and the limits both keep.
 
-Legend: R rollouts, G segments, T completion tokens, N head entries of the bundle.
+Legend: R rollouts, G segments, T completion tokens, N head entries of the bundle, Y layers with a router, X experts per
+token.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from numpy.typing import NDArray
 
 from protocol.errors import PeerFault, code
 from protocol.head import offsets, token_entries
-from protocol.messages import SamplingRules
+from protocol.messages import RouteRules, SamplingRules
 from protocol.rollout import NO_CODE, Bundle, Finish, Rollout, Segment, SwapMode
 
 E_BUNDLE_COLUMNS = code("E_BUNDLE_COLUMNS", "a bundle's columns contradict each other or the run's limits")
+E_BUNDLE_ROUTES = code(
+    "E_BUNDLE_ROUTES", "a bundle's expert choices are missing, not asked for, out of range or not ascending"
+)
 E_SEGMENTS = code("E_SEGMENTS", "a rollout's segments are not in order, not on the swap grid, or past its end")
 
 #: Most rollouts of a bundle; a lease names no more samples.
@@ -87,6 +91,7 @@ class Draws:
     token_code: NDArray[Any]  #: (T,)
     head_id: NDArray[Any]  #: (N,)
     head_code: NDArray[Any]  #: (N,)
+    routes: NDArray[Any] | None = None  #: (T, Y, X)
 
     @classmethod
     def of(cls, bundle: Bundle) -> Draws:
@@ -96,6 +101,7 @@ class Draws:
             token=_joined(bundle, "tokens"), tail_code=_joined(bundle, "tail_codes"),
             token_code=_joined(bundle, "token_codes"), head_id=_joined(bundle, "head_ids"),
             head_code=_joined(bundle, "head_codes"),
+            routes=None if bundle.rollouts[0].routes is None else _joined(bundle, "routes"),
         )
 
 
@@ -103,10 +109,13 @@ def check_sayable(bundle: Bundle) -> None:
     """Whether a wire form can carry the bundle.
 
     Raises:
-        ValueError: a head token carries a token code, or there is no rollout (our own bug).
+        ValueError: a head token carries a token code, only some rollouts have routes, or there is no rollout (our own
+            bug).
     """
     if not bundle.rollouts:
         raise ValueError("a bundle holds at least one rollout")
+    if len({rollout.routes is None for rollout in bundle.rollouts}) > 1:
+        raise ValueError("some rollouts of a bundle have routes, others have none")
     for rollout in bundle.rollouts:
         if np.any((token_entries(rollout) >= 0) & (rollout.token_codes != NO_CODE)):
             raise ValueError("a token of the head carries a token code")
@@ -116,8 +125,9 @@ def to_bundle(frame: Frame, draws: Draws, rules: SamplingRules) -> Bundle:
     """The bundle of checked columns.
 
     Raises:
-        PeerFault: ``E_SEGMENTS``.
+        PeerFault: ``E_SEGMENTS``, ``E_BUNDLE_ROUTES``.
     """
+    check_routes(draws.routes, rules.routes)
     token_ends = np.cumsum(frame.length, dtype=np.int64)
     entry_ends = np.append(frame.head_starts(), len(draws.head_id))[token_ends]
     tokens, head_ids = draws.token.astype(np.uint32, copy=False), draws.head_id.astype(np.uint32, copy=False)
@@ -131,7 +141,7 @@ def to_bundle(frame: Frame, draws: Draws, rules: SamplingRules) -> Bundle:
         rollouts.append(Rollout(
             int(frame.sample[index]), tokens[first:last], head_lengths[first:last], head_ids[start:end],
             head_codes[start:end], tail_codes[first:last], token_codes[first:last], segments[index],
-            Finish(int(frame.finish[index])),
+            Finish(int(frame.finish[index])), None if draws.routes is None else draws.routes[first:last],
         ))
         first, start = last, end
     return Bundle(tuple(rollouts))
@@ -145,6 +155,30 @@ def require(holds: Any, expected: str, got: Any) -> None:
     """
     if not holds:
         raise PeerFault(E_BUNDLE_COLUMNS, "columns do not fit", expected=expected, got=got)
+
+
+def check_routes(routes_TYX: NDArray[Any] | None, rules: RouteRules | None) -> None:
+    """Expert choices are there exactly when the run asks for them, of its shape, in range, distinct and ascending.
+
+    Raises:
+        PeerFault: ``E_BUNDLE_ROUTES``.
+    """
+    if routes_TYX is None or rules is None:
+        if (routes_TYX is None) != (rules is None):
+            expected, got = ("none", "some") if rules is None else ("those of every token", "none")
+            raise PeerFault(E_BUNDLE_ROUTES, "expert choices", expected=expected, got=got)
+        return
+    shape = (rules.layers, rules.per_token)
+    if routes_TYX.shape[1:] != shape:
+        raise PeerFault(
+            E_BUNDLE_ROUTES, "shape of expert choices", expected=f"{shape} per token", got=routes_TYX.shape[1:]
+        )
+    known = routes_TYX.max() < rules.experts
+    if not known or np.any(routes_TYX[:, :, 1:] <= routes_TYX[:, :, :-1]):
+        raise PeerFault(
+            E_BUNDLE_ROUTES, "expert choices", expected=f"ascending numbers below {rules.experts}",
+            got="not ascending" if known else routes_TYX.max(),
+        )
 
 
 def _ranks(rollout: Rollout) -> NDArray[np.int64]:

@@ -28,7 +28,7 @@ _SLOT_BITS: Final = (12, 20)
 
 
 def encode_packed(bundle: Bundle) -> bytes | None:
-    """The bundle in its packed form, or None if that is larger than the plain numbers.
+    """The bundle in its packed form, or None if that is larger than the plain numbers or cannot carry its routes.
 
     Raises:
         ValueError: a head token carries a token code, or nothing to encode (our own bug).
@@ -36,6 +36,8 @@ def encode_packed(bundle: Bundle) -> bytes | None:
     from protocol import bit_coder, packed_tokens
 
     check_sayable(bundle)
+    if bundle.rollouts[0].routes is not None:
+        return None  # expert choices are most of such a bundle, and have the simple form
     frame, draws = Frame.of(bundle), Draws.of(bundle)
     counts = [len(frame.sample), len(frame.segment_start), len(frame.head_length), len(draws.head_id)]
     width = max(1, int(max(draws.head_id.max(), draws.token.max())).bit_length())
@@ -52,8 +54,8 @@ def decode_packed(data: bytes, rules: SamplingRules, max_bytes: int) -> Bundle:
     """The bundle in ``data``; memory stays below a small multiple of ``max_bytes``.
 
     Raises:
-        PeerFault: ``E_BUNDLE_PACKED``, ``E_TOO_LARGE``, ``E_BUNDLE_COLUMNS``, ``E_SEGMENTS`` or
-            ``E_BUNDLE_CANONICAL``.
+        PeerFault: ``E_BUNDLE_PACKED``, ``E_TOO_LARGE``, ``E_BUNDLE_COLUMNS``, ``E_SEGMENTS``,
+            ``E_BUNDLE_ROUTES`` (the run asks for some) or ``E_BUNDLE_CANONICAL``.
     """
     from protocol import bit_coder, packed_tokens
 

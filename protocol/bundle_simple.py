@@ -3,7 +3,8 @@
 Its *content* has one encoding per value; the decoder writes what it read again and compares.
 Spec: ``docs/spec/rollout-bundle.md``, "Simple form".
 
-Legend: R rollouts, G segments, T completion tokens, D tail draws, U distinct head ids, N head entries of the bundle.
+Legend: R rollouts, G segments, T completion tokens, D tail draws, U distinct head ids, N head entries of the bundle, Y
+layers with a router, X experts per token.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _COUNTED: Final = ("sample", "segment_start", "rank", "drawn_id", "dictionary", 
 
 @dataclass(frozen=True)
 class _Counts:
-    """The six numbers that fix a bundle's header."""
+    """The numbers that fix a bundle's header: six, and two more when it has routes."""
 
     rollouts: int
     segments: int
@@ -42,17 +43,20 @@ class _Counts:
     drawn: int
     distinct: int
     entries: int
+    layers: int = 0
+    per_token: int = 0
 
     def columns(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (numpy dtype, shape), in file order."""
         r, g, t, d, u, n = self.rollouts, self.segments, self.tokens, self.drawn, self.distinct, self.entries
+        routes: dict[str, tuple[str, tuple[int, ...]]] = {"routes": ("u1", (t, self.layers, self.per_token))}
         return {
             "sample": ("<u4", (r,)), "length": ("<u4", (r,)), "finish": ("u1", (r,)), "segments": ("<u2", (r,)),
             "segment_start": ("<u4", (g,)), "segment_version": ("<u8", (g,)), "segment_mode": ("u1", (g,)),
             "head_length": ("u1", (t,)), "rank": ("u1", (t,)), "tail_code": ("u1", (2, t)),
             "drawn_id": ("u1", (4, d)), "drawn_code": ("u1", (2, d)),
             "dictionary": ("u1", (4, u)), "head_id": ("u1", (4, n)), "head_code": ("u1", (2, n)),
-        }
+        } | (routes if self.layers else {})
 
     def header(self) -> bytes:
         """The safetensors header, length prefix included."""
@@ -83,8 +87,8 @@ def decode_simple(data: bytes, rules: SamplingRules, max_bytes: int) -> Bundle:
     """The bundle in ``data``; memory stays below a small multiple of ``max_bytes``.
 
     Raises:
-        PeerFault: ``E_TOO_LARGE``, ``E_BUNDLE_FRAME``, ``E_BUNDLE_HEADER``, ``E_BUNDLE_COLUMNS``, ``E_SEGMENTS`` or
-            ``E_BUNDLE_CANONICAL``.
+        PeerFault: ``E_TOO_LARGE``, ``E_BUNDLE_FRAME``, ``E_BUNDLE_HEADER``, ``E_BUNDLE_COLUMNS``,
+            ``E_BUNDLE_ROUTES``, ``E_SEGMENTS`` or ``E_BUNDLE_CANONICAL``.
     """
     content = _decompress(data, max_bytes)
     columns = _columns(content)
@@ -102,7 +106,7 @@ def decode_simple(data: bytes, rules: SamplingRules, max_bytes: int) -> Bundle:
 def _content(bundle: Bundle) -> bytes:
     """The uncompressed safetensors file."""
     columns = _pack(Frame.of(bundle), Draws.of(bundle))
-    counts = _Counts(*(columns[name].shape[-1] for name in _COUNTED))
+    counts = _Counts(*(columns[name].shape[-1] for name in _COUNTED), *_route_shape(columns))
     body = [columns[name].astype(dtype, copy=False).tobytes() for name, (dtype, _) in counts.columns().items()]
     return counts.header() + b"".join(body)
 
@@ -118,7 +122,12 @@ def _pack(frame: Frame, draws: Draws) -> Columns:
         "dictionary": _planes(np.diff(dictionary, prepend=np.uint32(0)), "<u4"),
         "head_id": _planes(indices, "<u4"),
         "head_code": _planes(_code_steps(draws.head_code, frame.head_starts()), "<u2"),
-    }
+    } | ({} if draws.routes is None else {"routes": draws.routes})
+
+
+def _route_shape(columns: Columns) -> tuple[int, ...]:
+    """(Y, X), or nothing."""
+    return columns["routes"].shape[1:] if "routes" in columns else ()
 
 
 def _index(ids: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
@@ -184,9 +193,12 @@ def _read_counts(content: bytes) -> _Counts:
     try:
         header = json.loads(content[8 : 8 + length])
         shapes = [header[name]["shape"][-1] for name in _COUNTED]
+        if "routes" in header:
+            shapes += header["routes"]["shape"][-2:]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise PeerFault(E_BUNDLE_HEADER, "header does not parse", expected="a safetensors header", got=error) from None
-    if not all(type(count) is int and 0 <= count <= len(content) for count in shapes):
+    sound = len(shapes) in (len(_COUNTED), len(_COUNTED) + 2)
+    if not sound or not all(type(count) is int and 0 <= count <= len(content) for count in shapes):
         raise PeerFault(E_BUNDLE_HEADER, "header counts", expected="counts within the content", got=shapes)
     return _Counts(*shapes)
 
@@ -201,7 +213,10 @@ def _draws(columns: Columns, frame: Frame) -> Draws:
     tokens[drawn] = _unplane(drawn_ids, "<u4")
     token_codes = np.full(len(tokens), NO_CODE, dtype=np.uint16)
     token_codes[drawn] = _unplane(columns["drawn_code"], "<u2")
-    return Draws(rank, tokens, _unplane(columns["tail_code"], "<u2"), token_codes, head_ids, _codes(columns, starts))
+    return Draws(
+        rank, tokens, _unplane(columns["tail_code"], "<u2"), token_codes, head_ids, _codes(columns, starts),
+        columns.get("routes"),
+    )
 
 
 def _ids(columns: Columns) -> NDArray[np.uint32]:

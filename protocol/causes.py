@@ -29,6 +29,9 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     "E_TAIL_DRAW": ("a tail token was chosen instead of drawn", *_OTHER_WEIGHTS),
     "E_TAIL_TOKEN": ("the probability of a tail draw was made up to move an importance weight", *_OTHER_WEIGHTS),
     "E_TOKEN_MARGIN": ("heads that belong to other tokens than the ones drawn", *_OTHER_WEIGHTS),
+    "E_ROUTE_MARGIN": (
+        "experts were chosen to steer the output, or are not those that the heads were computed with", *_OTHER_WEIGHTS
+    ),
     "E_TAIL_MASS": ("mass was moved between the head and the tail to move an importance weight", *_OTHER_WEIGHTS),
     "E_UNCALIBRATED": ("a new engine or precision that nobody has calibrated yet: docs/statistics.md",),
     "E_EOS_GRAMMAR": ("text was added after the end, or cut off before it",),

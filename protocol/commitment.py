@@ -6,9 +6,10 @@ Spec: ``docs/spec/rollout-bundle.md``, "Commitment".
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protocol.head import offsets
 from protocol.merkle import counted_root, leaf_hash
@@ -62,11 +63,11 @@ def _frame_bytes(rollout: Rollout) -> bytes:
 
 def _chunk_bytes(rollout: Rollout, first: int, last: int, start: int, end: int) -> bytes:
     """Number of tokens, then columns of tokens ``first`` to ``last``, whose head entries are ``start`` to ``end``."""
-    return bytes([last - first]) + b"".join(
-        column.astype(dtype, copy=False).tobytes()
-        for column, dtype in (
-            (rollout.tokens[first:last], "<u4"), (rollout.token_codes[first:last], "<u2"),
-            (rollout.tail_codes[first:last], "<u2"), (rollout.head_lengths[first:last], "u1"),
-            (rollout.head_ids[start:end], "<u4"), (rollout.head_codes[start:end], "<u2"),
-        )
-    )
+    columns: list[tuple[NDArray[Any], str]] = [
+        (rollout.tokens[first:last], "<u4"), (rollout.token_codes[first:last], "<u2"),
+        (rollout.tail_codes[first:last], "<u2"), (rollout.head_lengths[first:last], "u1"),
+        (rollout.head_ids[start:end], "<u4"), (rollout.head_codes[start:end], "<u2"),
+    ]
+    if rollout.routes is not None:
+        columns.append((rollout.routes[first:last], "u1"))
+    return bytes([last - first]) + b"".join(column.astype(dtype, copy=False).tobytes() for column, dtype in columns)

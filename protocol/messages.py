@@ -7,9 +7,9 @@ integers carry their unit in the name (``_milli`` 1e-3, ``_micro`` 1e-6, ``_nano
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from protocol.calibration import CalibrationRecord, Profile, RolloutScore
 from protocol.identity import key_id
@@ -19,11 +19,21 @@ __all__ = [
     "AuditClaim", "AuditPolicy", "BatchGroup", "BatchPlan", "BatchRules", "CalibrationRecord", "CheckpointHead",
     "CheckpointManifest", "ChunkRef", "Commitment", "Count", "Environment", "Finding", "Hex16", "Hex32", "Lease",
     "LeaseRequest", "LeaseReturn", "Message", "Millis", "ModelSpec", "Name", "NodeHello", "NodeScreen", "Part",
-    "Profile", "Receipt", "Roles", "RolloutScore", "RunManifest", "SamplingRules", "ScreenReport", "Signed",
-    "TokenId", "UpdateReceipt", "UploadRequest", "Verdict", "opened_by", "parse",
+    "Profile", "Receipt", "Roles", "RolloutScore", "RouteRules", "RunManifest", "SamplingRules", "ScreenReport",
+    "Signed", "TokenId", "UpdateReceipt", "UploadRequest", "Verdict", "opened_by", "parse",
 ]
 
 # -- the run ---------------------------------------------------------------------------------------------
+
+
+class RouteRules(Part):
+    """Rollouts of a mixture of experts carry the experts of every token; ``docs/spec/rollout-bundle.md``, "Routes"."""
+
+    layers: Annotated[int, Field(ge=1, le=1024)]  #: layers with a router
+    experts: Annotated[int, Field(ge=2, le=256)]  #: of a layer
+    per_token: Annotated[int, Field(ge=1, le=64)]  #: distinct experts that a layer sends a token to
+    max_margin_micro: Annotated[int, Field(ge=0, le=10_000_000)] = 1_000
+    #: how far, in 1e-6 of a router logit, a chosen expert may lie below the reference's own last choice
 
 
 class SamplingRules(Part):
@@ -38,6 +48,15 @@ class SamplingRules(Part):
     max_new_tokens: Annotated[int, Field(ge=1, le=131_072)] = 128  #: completion length limit, EOS included
     eos_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=8)]  #: any of these ends a completion
     vocab_size: Annotated[int, Field(ge=2, le=2**24)]  #: width of the logits; token ids are below it
+    routes: RouteRules | None = None  #: rollouts carry their experts; None, and then not written: they do not
+
+    @model_serializer(mode="wrap")
+    def _without_nothing(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Rules without routes have the bytes that they had before there were any."""
+        fields: dict[str, Any] = handler(self)
+        if fields.get("routes", 0) is None:
+            del fields["routes"]
+        return fields
 
 
 class Environment(Part):

@@ -1,6 +1,7 @@
 """A rollout: what a node says it sampled, token by token.
 
-Legend: T completion tokens, N total head entries of a rollout (sum of ``head_lengths``).
+Legend: T completion tokens, N total head entries of a rollout (sum of ``head_lengths``), Y layers of a mixture of
+experts, X experts per token.
 The wire form is in ``protocol.bundle``; spec: ``docs/spec/rollout-bundle.md``.
 """
 
@@ -56,6 +57,7 @@ class Rollout:
     token_codes: NDArray[np.uint16]  #: (T,) NO_CODE, or the token's own code when it was drawn from the tail
     segments: tuple[Segment, ...]  #: first starts at 0; starts and versions strictly ascending
     finish: Finish
+    routes: NDArray[np.uint8] | None = None  #: (T, Y, X) experts of the pass behind each token, ascending
 
     def __len__(self) -> int:
         return len(self.tokens)

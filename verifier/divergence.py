@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import code
-from protocol.messages import Profile
+from protocol.messages import Profile, RouteRules
 from protocol.statistics import RolloutStatistics
 from verifier.findings import RolloutFault
 
@@ -26,6 +26,7 @@ E_TAIL_DRAW = code("E_TAIL_DRAW", "a tail draw is not the token that the checkpo
 E_TAIL_TOKEN = code("E_TAIL_TOKEN", "the recorded probability of a tail draw is not what the checkpoint computes")
 
 E_TOKEN_MARGIN = code("E_TOKEN_MARGIN", "a drawn token loses the race under what the checkpoint computes")
+E_ROUTE_MARGIN = code("E_ROUTE_MARGIN", "a recorded choice of experts is not one that the checkpoint's router makes")
 E_TAIL_MASS = code("E_TAIL_MASS", "the committed mass outside a head is not what the checkpoint computes")
 
 #: A position is stochastic when the likeliest token has less than this probability under the reference or the head.
@@ -53,6 +54,7 @@ class Residuals:
     bias_T: NDArray[np.float64]  #: ln q - ln p of the drawn token
     margin_T: NDArray[np.float64]  #: how far the drawn symbol (token or TAIL) loses the race under the reference
     tail_mass_T: NDArray[np.float64]  #: |committed - reference log-mass| outside the head, both at least ``LEAST_MASS``
+    route_T: NDArray[np.float64] | None = None  #: largest margin of a layer's experts, router logits; None without any
 
     @property
     def stochastic(self) -> NDArray[np.bool_]:
@@ -90,14 +92,20 @@ class Measurement:
     fault: RolloutFault | None  #: None when it holds
 
 
-def measure(residuals: Sequence[Residuals], profile: Profile) -> list[Measurement]:
-    """Steps 1 to 8 of the recomputation, each over all rollouts; the worst rollout is named."""
+def measure(
+    residuals: Sequence[Residuals], profile: Profile, routes: RouteRules | None = None
+) -> list[Measurement]:
+    """Steps 1 to 8 of the recomputation, and 10 with routes, each over all rollouts; the worst rollout is named."""
     margin = profile.max_margin_micro * 1e-6
     found = [_mean_check(residuals, profile.max_mean_kl_nano * 1e-9)]
     # Two entries that are each off by the limit can change places by twice as much.
     limits = (profile.max_token_kl_micro * 1e-6, margin, margin, margin, margin, 2 * margin, margin)
     for (name, code_, values), limit in zip(_CHECKS, limits, strict=True):
         found.append(_worst_check(name, code_, [(r.sample, values(r)) for r in residuals], limit))
+    if routes is not None:
+        margins = [(r.sample, r.route_T) for r in residuals if r.route_T is not None]
+        limit = routes.max_margin_micro * 1e-6
+        found.append(_worst_check("10 choice of experts", E_ROUTE_MARGIN, margins, limit, "router logits"))
     return found
 
 
@@ -115,9 +123,11 @@ def _mean_check(residuals: Sequence[Residuals], limit: float) -> Measurement:
     return Measurement("1 mean divergence", expected, got, fault)
 
 
-def _worst_check(name: str, code_: str, values: list[tuple[int, NDArray[np.float64]]], limit: float) -> Measurement:
+def _worst_check(
+    name: str, code_: str, values: list[tuple[int, NDArray[np.float64]]], limit: float, unit: str = "nats"
+) -> Measurement:
     """No single position above ``limit``; NaN means that there is nothing to check."""
-    expected = f"each <= {limit:.3g} nats"
+    expected = f"each <= {limit:.3g} {unit}"
     sample, worst_T = max(values, key=lambda pair: _largest(pair[1]))
     worst = _largest(worst_T)
     if worst == -np.inf:
@@ -126,7 +136,7 @@ def _worst_check(name: str, code_: str, values: list[tuple[int, NDArray[np.float
     fault = None
     if worst > limit:
         first = int(np.flatnonzero(worst_T > limit)[0])
-        fault = RolloutFault(code_, name[2:], sample=sample, position=first, expected=expected, got=got)
+        fault = RolloutFault(code_, name.partition(" ")[2], sample=sample, position=first, expected=expected, got=got)
     return Measurement(name, expected, got, fault)
 
 

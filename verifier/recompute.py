@@ -48,6 +48,8 @@ class _Scoring:
         self.words = seed_words(self.seed)
         for name in _COLUMNS:
             self.columns[name] = np.full(len(self.rollout), np.nan)
+        if self.rollout.routes is not None:
+            self.columns["route_T"] = np.full(len(self.rollout), np.nan)
 
     def residuals(self) -> Residuals:
         return Residuals(self.rollout.sample, **self.columns)
@@ -110,6 +112,8 @@ def _score(scoring: _Scoring, chunk: LogitsChunk) -> None:
     columns["bias_T"][span] = bias_n
     columns["margin_T"][span] = _margins(scoring, span, torch.where(mask_nK, inside_nK, -torch.inf), tail_logp_n)
     columns["tail_mass_T"][span] = _mass_residuals(scoring, span, tail_logp_n)
+    if chunk.route_margins is not None:
+        columns["route_T"][span] = chunk.route_margins.cpu().numpy()
     _score_tail_draws(scoring, chunk.start, logp_nV)
 
 

@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from protocol.head import offsets
-from protocol.messages import Profile
+from protocol.messages import Profile, RouteRules
 from protocol.rollout import Bundle, Rollout
 from verifier.divergence import Measurement, Residuals, measure
 from verifier.submission import Opened
@@ -54,13 +54,16 @@ def cut(rollout: Rollout, position: int) -> Rollout:
         rollout, tokens=rollout.tokens[:tokens], head_lengths=rollout.head_lengths[:tokens],
         head_ids=rollout.head_ids[:entries], head_codes=rollout.head_codes[:entries],
         tail_codes=rollout.tail_codes[:tokens], token_codes=rollout.token_codes[:tokens],
+        routes=None if rollout.routes is None else rollout.routes[:tokens],
         segments=tuple(segment for segment in rollout.segments if segment.start <= position),
     )
 
 
-def measure_last(residuals: Sequence[Residuals], profile: Profile) -> list[Measurement]:
+def measure_last(
+    residuals: Sequence[Residuals], profile: Profile, routes: RouteRules | None = None
+) -> list[Measurement]:
     """The checks of single positions, at the last one of every rollout. A mean over one position means nothing."""
-    return measure([_last(rollout) for rollout in residuals], profile)[1:]
+    return measure([_last(rollout) for rollout in residuals], profile, routes)[1:]
 
 
 def _last(residuals: Residuals) -> Residuals:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 E_MODEL_CONFIG = code("E_MODEL_CONFIG", "a model folder's config.json cannot be read or names an unknown model")
 E_MODEL_STATE = code("E_MODEL_STATE", "a state does not fit the model it is loaded into")
 
-#: Ways to compute attention; ``eager`` shares no kernel with ``sdpa`` and so serves as the second look.
+#: Ways to compute attention; ``eager`` shares no kernel with ``sdpa`` and so serves as the second look. Experts go with
+#: it: one after another, or all in grouped products, which torch has for at most 32 bits.
 Attention = Literal["sdpa", "eager"]
 
 #: safetensors dtype name -> (numpy type of the bit pattern, torch type of the value).
@@ -45,7 +46,10 @@ def load_config_model(
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         with no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention,
+                experts_implementation="eager" if attention == "eager" or dtype is torch.float64 else None,
+            )
         model.tie_weights()
     except (OSError, ValueError, KeyError) as error:
         raise LocalFault(

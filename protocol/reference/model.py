@@ -1,11 +1,14 @@
 """The reference forward pass: logits of every completion token under the exact checkpoints of its segments.
 
-Legend: T completion tokens, P prompt tokens, V vocabulary, B rows of a batch.
+Legend: T completion tokens, P prompt tokens, V vocabulary, B rows of a batch, Y layers with a router, X experts per
+token.
 
 The distribution of completion token t comes from the forward pass that consumes input P - 1 + t (input 0 is the
 first prompt token). A segment with start s governs that pass for t = s and all later ones. With ``KV_KEPT`` the
 keys and values of inputs before P - 1 + s stay as the earlier versions computed them; with ``REPREFILL`` the whole
-prefix is computed again. Spec: ``docs/spec/verification.md``, "Recomputation".
+prefix is computed again. Where a rollout carries expert choices, that pass takes those of row t; inputs before
+P - 1 and prefixes that are computed again are routed by the model itself.
+Spec: ``docs/spec/verification.md``, "Recomputation".
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -23,6 +27,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from protocol.reference.loader import Attention, load_config_model, set_state
+from protocol.reference.routing import OWN, replay_routes
 from protocol.rollout import Rollout, SwapMode
 
 if TYPE_CHECKING:
@@ -51,6 +56,7 @@ class LogitsChunk:
     item: int  #: index into the items asked for
     start: int
     logits: torch.Tensor  #: (n, V), the model's compute type, temperature not applied
+    route_margins: torch.Tensor | None = None  #: (n,) largest margin of a layer's choice; None without routes
 
 
 @dataclass(frozen=True)
@@ -169,12 +175,16 @@ class ReferenceModel:
             ids_BL[row, : len(step.feed)] = torch.tensor(_inputs(items[step.item], step.feed))
         first = min(step.keep for step in batch) - begin
         kept = torch.arange(first, width, device=self.device)
-        logits_BKV = self.model(
-            input_ids=ids_BL.to(self.device), use_cache=bool(cache), logits_to_keep=kept, **cache
-        ).logits
+        with self._routed([(items[step.item], step, step.feed) for step in batch], width) as margins_NY:
+            logits_BKV = self.model(
+                input_ids=ids_BL.to(self.device), use_cache=bool(cache), logits_to_keep=kept, **cache
+            ).logits
         for row, step in enumerate(batch):
-            logits = logits_BKV[row, step.keep - begin - first : len(step.feed) - first]
-            yield LogitsChunk(step.item, step.keep + 1 - len(items[step.item].prompt), logits)
+            wanted = slice(step.keep - begin - first, len(step.feed) - first)
+            margins = None if margins_NY is None else margins_NY.amax(1).view(len(batch), width)[row, first:][wanted]
+            yield LogitsChunk(
+                step.item, step.keep + 1 - len(items[step.item].prompt), logits_BKV[row, wanted], margins
+            )
 
     def _through_cache(self, item: Recomputation, step: _Step, caches: dict[int, Any]) -> Iterator[LogitsChunk]:
         cache = caches.pop(step.item, None)
@@ -185,13 +195,30 @@ class ReferenceModel:
             ids_1L = torch.tensor([_inputs(item, piece)], device=self.device)
             keep = max(step.keep - begin, 0)
             kept = torch.arange(min(keep, len(piece) - 1), len(piece), device=self.device)
-            output = self.model(
-                input_ids=ids_1L, use_cache=True, logits_to_keep=kept, **{self._cache_keyword: cache}
-            )
+            with self._routed([(item, step, piece)], len(piece)) as margins_NY:
+                output = self.model(
+                    input_ids=ids_1L, use_cache=True, logits_to_keep=kept, **{self._cache_keyword: cache}
+                )
             if keep < len(piece):
-                yield LogitsChunk(step.item, begin + keep + 1 - len(item.prompt), output.logits[0])
+                margins = None if margins_NY is None else margins_NY.amax(1)[keep:]
+                yield LogitsChunk(step.item, begin + keep + 1 - len(item.prompt), output.logits[0], margins)
         if step.continued:
             caches[step.item] = cache
+
+    def _routed(
+        self, rows: Sequence[tuple[Recomputation, _Step, range]], width: int
+    ) -> AbstractContextManager[torch.Tensor | None]:
+        """The recorded choices of a pass of ``width`` inputs per row: of each row the item, its step, its inputs."""
+        shape = next((item.rollout.routes.shape[1:] for item, *_ in rows if item.rollout.routes is not None), None)
+        if shape is None:
+            return nullcontext()
+        routes_BLYX = torch.full((len(rows), width, *shape), OWN)
+        for row, (item, step, span) in enumerate(rows):
+            if item.rollout.routes is not None:
+                first, offset = max(step.keep, span.start), len(item.prompt) - 1
+                chosen = item.rollout.routes[max(first - offset, 0) : max(span.stop - offset, 0)]
+                routes_BLYX[row, first - span.start : len(span)] = torch.from_numpy(chosen.astype("int64"))
+        return replay_routes(self.model, routes_BLYX.flatten(0, 1).to(self.device))
 
 
 def _steps(index: int, item: Recomputation) -> list[_Step]:

@@ -4,6 +4,10 @@ A router picks the k largest of its scores, so rounding that moves a score past 
 expert, and the two passes' distributions jump apart. Replay keeps the *choice* and lets everything else be computed
 anew: the weights of the chosen experts are the present router's scores, so gradients reach it as ever.
 
+A choice that is replayed is also judged: its *margin* is by how much the least wanted of the chosen experts lies below
+the last one that the present router would have taken, in router logits; 0 when the choices are the same. Rounding makes
+small margins; a choice made on purpose makes large ones.
+
 Legend: N tokens of a pass in the order of its flattened (B, L) inputs, Y layers with a router, E experts, X experts per
 token.
 """
@@ -13,21 +17,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from protocol.errors import LocalFault, code
+from protocol.messages import RouteRules
 
 E_ROUTES = code("E_ROUTES", "recorded expert choices do not fit the model or the pass")
 
-#: (N, Y, X) expert indices; uint8 while a layer has at most 256 experts.
-Routes = NDArray[np.uint8]
-#: Most experts of a layer that a route's byte can name.
-MAX_EXPERTS = 256
+#: In a row of routes: the router's own choice.
+OWN: Final = -1
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
@@ -36,6 +37,25 @@ def routers(model: nn.Module) -> list[nn.Module]:
     A router is what Mixtral's and Qwen3-MoE's are in transformers: it returns (logits, scores, indices).
     """
     return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+
+
+def check_rules(model: nn.Module, rules: RouteRules | None) -> None:
+    """Whether the model has the layers and experts that the run's rules name; nothing to check without rules.
+
+    Raises:
+        LocalFault: ``E_ROUTES``.
+    """
+    if rules is None:
+        return
+    found: list[Any] = _routers_of(model)
+    shapes = {(int(router.num_experts), int(router.top_k)) for router in found}
+    expected = (rules.layers, {(rules.experts, rules.per_token)})
+    if (len(found), shapes) != expected:
+        raise LocalFault(
+            E_ROUTES, "the model's experts are not those of the run's rules",
+            expected=f"{rules.layers} layers, {rules.experts} experts, {rules.per_token} per token",
+            got=f"{len(found)} layers, (experts, per token) {sorted(shapes)}",
+        )
 
 
 @contextmanager
@@ -62,8 +82,10 @@ def record_routes(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def replay_routes(model: nn.Module, routes_NYX: Tensor) -> Iterator[None]:
+def replay_routes(model: nn.Module, routes_NYX: Tensor) -> Iterator[Tensor]:
     """While the block lasts, tokens go to ``routes_NYX`` (int64), row n being token n of the flattened inputs.
+
+    A choice of ``OWN`` is the router's own. Gives (N, Y) margins, float64, which the passes of the block fill in.
 
     Raises:
         LocalFault: ``E_ROUTES`` for a dense model, another number of layers, tokens or experts.
@@ -74,22 +96,30 @@ def replay_routes(model: nn.Module, routes_NYX: Tensor) -> Iterator[None]:
             E_ROUTES, "recorded choices are not of this model", expected=f"(tokens, {len(found)}, experts per token)",
             got=tuple(routes_NYX.shape),
         )
+    margins_NY = torch.zeros(routes_NYX.shape[:2], dtype=torch.float64, device=routes_NYX.device)
     with ExitStack() as stack:
         for layer, router in enumerate(found):
-            stack.callback(router.register_forward_hook(partial(_choose, routes_NYX[:, layer])).remove)
-        yield
+            chosen = partial(_choose, routes_NYX[:, layer], margins_NY[:, layer])
+            stack.callback(router.register_forward_hook(chosen).remove)
+        yield margins_NY
 
 
-def _choose(routes_NX: Tensor, router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+def _choose(
+    routes_NX: Tensor, margins_N: Tensor, router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, ...]:
     logits_NE, scores_NX, own_NX = output
     if routes_NX.shape != own_NX.shape or int(routes_NX.max()) >= logits_NE.shape[1]:
         raise LocalFault(
             E_ROUTES, "recorded choices do not fit the pass", expected=tuple(own_NX.shape), got=tuple(routes_NX.shape)
         )
-    chosen_NX = torch.softmax(logits_NE.float(), dim=-1).gather(1, routes_NX)
+    taken_NX = torch.where(routes_NX >= 0, routes_NX, own_NX)
+    with torch.no_grad():
+        wide_NE = logits_NE.detach().double()
+        margins_N.copy_(wide_NE.gather(1, own_NX).amin(1) - wide_NE.gather(1, taken_NX).amin(1))
+    chosen_NX = torch.softmax(logits_NE.float(), dim=-1).gather(1, taken_NX)
     if getattr(router, "norm_topk_prob", True):
         chosen_NX = chosen_NX / chosen_NX.sum(dim=-1, keepdim=True)
-    return logits_NE, chosen_NX.to(scores_NX.dtype), routes_NX
+    return logits_NE, chosen_NX.to(scores_NX.dtype), taken_NX
 
 
 def _routers_of(model: nn.Module) -> list[nn.Module]:

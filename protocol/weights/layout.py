@@ -246,8 +246,11 @@ def flat(state: Mapping[str, NDArray[Any]], piece: Piece) -> NDArray[Any]:
 def read_safetensors(*paths: Path) -> tuple[Layout, State]:
     """Layout and bit patterns of one model in one or several safetensors files; the arrays own their memory.
 
+    Experts that have tensors of their own are put together as the model holds them (``protocol.weights.experts``).
+
     Raises:
-        LocalFault: ``E_STATE`` when a file is missing, malformed, repeats a tensor or holds another dtype.
+        LocalFault: ``E_STATE`` when a file is missing, malformed, repeats a tensor or holds another dtype;
+            ``E_EXPERTS``.
         PeerFault: ``E_SCHEMA`` or ``E_LAYOUT`` when the names or shapes are beyond what a layout allows.
     """
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -266,6 +269,9 @@ def read_safetensors(*paths: Path) -> tuple[Layout, State]:
                 )
             tensors[name] = (dtype, shape)
             state[name] = np.frombuffer(item["data"], WORDS[dtype]).reshape(shape)
+    from protocol.weights.experts import merge_experts
+
+    tensors, state = merge_experts(tensors, state)
     return Layout.of(tensors), state
 
 

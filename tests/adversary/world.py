@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig
 
 from coordinator.presets import TORCH_CPU_FP32
 from protocol import bundle as bundles
@@ -29,6 +29,7 @@ from protocol.messages import (
     ModelSpec,
     Receipt,
     Roles,
+    RouteRules,
     RunManifest,
     SamplingRules,
 )
@@ -55,6 +56,12 @@ EOS = 1
 PROFILE = TORCH_CPU_FP32
 
 
+LLAMA = LlamaConfig(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=0, eos_token_id=EOS,
+)
+
+
 def identity(name: str) -> Identity:
     return Identity(hashlib.sha256(name.encode()).digest())
 
@@ -67,12 +74,15 @@ ROOT, COORDINATOR, LEARNER, VERIFIER, NODE = (
 class World:
     """Four published versions, one environment, one node; everything an attack needs to be set up honestly first."""
 
-    def __init__(self, folder: Path, *, max_new_tokens: int = 32, tie_rows: bool = False, versions: int = 4):
+    def __init__(
+        self, folder: Path, *, max_new_tokens: int = 32, tie_rows: bool = False, versions: int = 4,
+        config: PreTrainedConfig | None = None, routes: RouteRules | None = None,
+    ):
         torch.set_num_threads(1)
         self.folder = folder
         self.clock = FakeClock()
         self.store = DirectoryStore(folder / "store")
-        self.model_dir = _model_folder(folder / "model")
+        self.model_dir = _model_folder(folder / "model", config or LLAMA)
         model = load_config_model(self.model_dir)
         self.layout = _layout(model)
         self.engine = ReferenceModel(model, self.layout)
@@ -82,7 +92,7 @@ class World:
         rng = np.random.default_rng(7)
         for _ in range(versions):
             self._publish(rng, tie_rows=tie_rows)
-        self.run = self._manifest(max_new_tokens)
+        self.run = self._manifest(max_new_tokens, routes)
         self.run_envelope = self.run.sign(ROOT)
         self.book = CheckpointBook(self.run)
         self.book.add(envelope for _, envelope in self.checkpoints)
@@ -201,7 +211,7 @@ class World:
         self.checkpoints.append((version.manifest, version.envelope))
         self.clock.advance(1)
 
-    def _manifest(self, max_new_tokens: int) -> RunManifest:
+    def _manifest(self, max_new_tokens: int, routes: RouteRules | None) -> RunManifest:
         files = {path.name: self.store.put(path.read_bytes()) for path in self.model_dir.iterdir()}
         return RunManifest(
             run_id=RUN_ID, name="adversary", created_at_ms=0, expires_at_ms=self.clock.now_ms() + 10**9,
@@ -209,7 +219,7 @@ class World:
             environments=[Environment(name="sort", kind="sort", params={"order": "ascending"})],
             sampling=SamplingRules(
                 steps_per_nat=256, head_size=16, head_max_code=3_537, swap_grid=8, max_new_tokens=max_new_tokens,
-                eos_token_ids=[EOS], vocab_size=VOCAB,
+                eos_token_ids=[EOS], vocab_size=VOCAB, routes=routes,
             ),
             batch=BatchRules(groups_per_batch=2, group_size=8, samples_per_lease=4, max_lag_versions=3),
             audit=AuditPolicy(), profiles=[PROFILE],
@@ -273,12 +283,9 @@ def _layout(model: torch.nn.Module) -> Layout:
     return Layout.of({name: ("BF16", tuple(model.state_dict()[name].shape)) for name in stored.values()})
 
 
-def _model_folder(folder: Path) -> Path:
+def _model_folder(folder: Path, config: PreTrainedConfig) -> Path:
     """config.json and a tokenizer of single characters."""
-    LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=0, eos_token_id=EOS,
-    ).save_pretrained(folder)
+    config.save_pretrained(folder)
     words = ["<pad>", "<eos>", "<unk>", *"><~=abcdefghijklmnopqrstuvwxyz"]
     tokenizer = tokenizers.Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")

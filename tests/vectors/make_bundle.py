@@ -75,7 +75,16 @@ def packed(rollouts: list[dict[str, Any]]) -> dict[str, tuple[list[int], bytes]]
         "drawn_code": ([2, len(drawn_ids)], planes(drawn_codes, 2)),
         "dictionary": ([4, len(gaps)], planes(gaps, 4)),
         "head_id": ([4, len(ids)], planes([place[i] for i in ids], 4)), "head_code": ([2, len(ids)], planes(steps, 2)),
-    }
+    } | routes_of(rollouts)
+
+
+def routes_of(rollouts: list[dict[str, Any]]) -> dict[str, tuple[list[int], bytes]]:
+    """The column of expert choices, token by token, layer by layer; none for a dense model."""
+    if not rollouts or "routes" not in rollouts[0]:
+        return {}
+    rows = [token for r in rollouts for token in r["routes"]]
+    shape = [len(rows), len(rows[0]), len(rows[0][0])]
+    return {"routes": (shape, bytes(expert for token in rows for layer in token for expert in layer))}
 
 
 DTYPES = {"sample": "U32", "length": "U32", "segments": "U16", "segment_start": "U32", "segment_version": "U64"}
@@ -144,6 +153,7 @@ def leaves_of(r: dict[str, Any]) -> list[bytes]:
             b"\x00", unit, struct.pack("<I", len(leaves)), bytes([len(lengths)]), column(r["tokens"][part], "<u4"),
             column(r["token_codes"][part], "<u2"), column(r["tail_codes"][part], "<u2"), bytes(lengths),
             column(r["head_ids"][entries], "<u4"), column(r["head_codes"][entries], "<u2"),
+            routes_of([r | {"routes": r["routes"][part]}])["routes"][1] if "routes" in r else b"",
         ))
     return leaves
 
@@ -165,10 +175,50 @@ def make() -> None:
         "rollout_roots": [root.hex() for root in roots],
         "bundle_root": counted([sha(b"\x00", root) for root in roots]).hex(),
     })
+    make_routes(rollouts)
     make_bad_frames(good)
     make_bad_headers(columns)
     make_bad_columns(first, columns)
     make_merkle()
+
+
+def made_up_routes(tokens: int, experts: int = 8, layers: int = 3) -> list[list[list[int]]]:
+    """Two ascending experts of each layer."""
+    choices = [[a, b] for a in range(experts) for b in range(a + 1, experts)]
+    return [[choices[(7 * t + 5 * layer) % len(choices)] for layer in range(layers)] for t in range(tokens)]
+
+
+def make_routes(rollouts: list[dict[str, Any]]) -> None:
+    """Bundles of a mixture of experts: a good one, and what is refused."""
+    rules = {**RULES, "routes": {"layers": 3, "experts": 8, "per_token": 2, "max_margin_micro": 1000}}
+    routed = [r | {"routes": made_up_routes(len(r["tokens"]))} for r in rollouts]
+    columns = packed(routed)
+    good = content(columns)
+    roots = [counted(leaves_of(r)) for r in routed]
+    write("rollout-bundle", "with-routes", {
+        "about": "the two rollouts with the experts of three layers", "rules": rules, "rollouts": routed,
+        "content_sha256": sha(good).hex(), "data": base64.b64encode(frame(good)).decode(), "lease_sha256": LEASE.hex(),
+        "rollout_roots": [root.hex() for root in roots],
+        "bundle_root": counted([sha(b"\x00", root) for root in roots]).hex(),
+    })
+    shape, data = columns["routes"]
+
+    def poked(value: bytes, shape: list[int] = shape) -> bytes:
+        return frame(content({**columns, "routes": (shape, value)}))
+
+    for name, error, bad in (
+        ("routes-missing", "E_BUNDLE_ROUTES", frame(content(packed(rollouts)))),
+        ("routes-expert-past-the-last", "E_BUNDLE_ROUTES", poked(data[:1] + bytes([8]) + data[2:])),
+        ("routes-expert-twice", "E_BUNDLE_ROUTES", poked(data[:1] + data[:1] + data[2:])),
+        ("routes-descending", "E_BUNDLE_ROUTES", poked(bytes([data[1], data[0]]) + data[2:])),
+        ("routes-of-two-layers", "E_BUNDLE_ROUTES", poked(data[: len(data) // 3 * 2], [shape[0], 2, 2])),
+        ("routes-of-three-experts", "E_BUNDLE_ROUTES", poked(data, [shape[0], 2, 3])),
+        ("routes-short", "E_BUNDLE_HEADER", poked(data[:-6], [shape[0] - 1, 3, 2])),
+        ("routes-flat", "E_BUNDLE_HEADER", poked(data, [len(data)])),
+        ("routes-of-no-layers", "E_BUNDLE_HEADER", poked(b"", [shape[0], 0, 2])),
+    ):
+        refuse(name, error, bad, rules=rules)
+    refuse("routes-not-asked-for", "E_BUNDLE_ROUTES", frame(good))
 
 
 def refuse(name: str, error: str, data: bytes, **more: Any) -> None:

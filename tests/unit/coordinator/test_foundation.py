@@ -4,7 +4,9 @@ import stat
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from coordinator.app import create_app, open_run
 from coordinator.config import CoordinatorConfig
@@ -14,6 +16,7 @@ from coordinator.preset_settings import with_settings
 from coordinator.presets import preset
 from protocol.errors import LocalFault, PeerFault
 from protocol.identity import Identity
+from tests.fakes.architectures import CONFIGS
 from tests.fakes.clock import FakeClock
 from tests.fakes.coordinator import AppTransport, FakeLearner, FakeNode, World
 from tests.fakes.model_folder import make_model_folder
@@ -121,6 +124,28 @@ def test_the_founded_run_serves_real_prompts(tmp_path: Path, founding: Founding,
     leases = worker.client.lease(worker.request(2, run_id=link.run_id)).leases
     assert len(leases) == 2
     transport.stop()
+
+
+def test_a_mixture_of_experts_records_its_routes_when_asked(
+    tmp_path: Path, founding: Founding, clock: FakeClock
+) -> None:
+    model = founding.model
+    CONFIGS["qwen3_moe"].save_pretrained(model)
+    gates = {f"model.layers.{n}.mlp.gate.weight": np.zeros((8, 32), np.float32) for n in range(2)}
+    save_file(gates, model / "model.safetensors")
+    asked = with_settings(founding.preset, ["sampling.record_routes=true"])
+    found(tmp_path / "run", replace(founding, preset=asked), clock)
+    routes = open_run(tmp_path / "run").manifest.sampling.routes
+    assert routes is not None
+    assert (routes.layers, routes.experts, routes.per_token) == (2, 8, 2)
+
+
+def test_a_dense_model_cannot_record_routes(tmp_path: Path, founding: Founding, clock: FakeClock) -> None:
+    asked = with_settings(founding.preset, ["sampling.record_routes=true"])
+    with pytest.raises(LocalFault) as caught:
+        found(tmp_path / "run", replace(founding, preset=asked), clock)
+    assert caught.value.code == "E_CONFIG"
+    assert "record_routes" in str(caught.value)
 
 
 def test_a_manifest_of_another_root_is_refused(tmp_path: Path, founding: Founding, clock: FakeClock) -> None:

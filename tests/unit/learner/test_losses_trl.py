@@ -1,4 +1,9 @@
-"""Gradients of presets against TRL's own ``GRPOTrainer._compute_loss``, where TRL is installed."""
+"""Gradients of presets against TRL's own ``GRPOTrainer._compute_loss``, where TRL is installed.
+
+The locked environment has no TRL: it brings pyarrow, pandas and datasets, 330 MB for one comparison. ``make
+yardsticks`` puts it beside the locked packages, in a folder of its own, and runs this file there. With TRL 1.16.0 all
+twenty cases agree to a relative 1e-9.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from learner.cli import app
+from learner.event_files import EventFiles, scalars
 from learner.exposition import Exposition
 from learner.plot import page
 from protocol.errors import E_CONFIG, LocalFault
@@ -40,6 +42,36 @@ def test_prometheus_sees_the_newest_step_only(tmp_path):
     text = (tmp_path / "metrics.prom").read_text()
     assert 'lag="2-3"' not in text
     assert "assay_learner_skipped 1.0" in text.splitlines()
+
+
+def test_tensorboard_gets_numbers_and_nothing_else():
+    found = scalars(STEP)
+    assert found["step/ess"] == 0.91
+    assert found["by_lag/kl/2-3"] == 2e-4
+    assert found["lag_tokens/3"] == 7
+    assert found["left_out/no_signal"] == 2
+    assert not {"step/loss", "step/skipped", "step/version", "step/by_lag"} & set(found)
+
+
+def test_event_files_read_back(tmp_path):
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = EventFiles(tmp_path)
+    files.show(STEP)
+    files.show(LOW)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("step/ess")] == [
+        (3, pytest.approx(0.91)), (4, pytest.approx(0.2))]
+    assert [e.step for e in events.Scalars("by_lag/kl/1")] == [4]
+
+
+def test_tensorboard_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(LocalFault) as caught:
+        EventFiles(tmp_path)
+    assert caught.value.code == E_CONFIG
+    assert "pip install tensorboard" in str(caught.value)
 
 
 def test_prometheus_over_http(tmp_path):

@@ -58,12 +58,13 @@ def _rollout(columns: dict[str, Any]) -> Rollout:
         sample=columns["sample"], finish=Finish(columns["finish"]),
         segments=tuple(Segment(start, version, SwapMode(mode)) for start, version, mode in columns["segments"]),
         **{name: np.array(columns[name], dtype) for name, dtype in TYPES.items()},
+        routes=np.array(columns["routes"], np.uint8) if "routes" in columns else None,
     )
 
 
 def _same(a: Rollout, b: Rollout) -> None:
     assert (a.sample, a.segments, a.finish) == (b.sample, b.segments, b.finish)
-    for name in TYPES:
+    for name in (*TYPES, "routes"):
         assert np.array_equal(getattr(a, name), getattr(b, name)), name
 
 
