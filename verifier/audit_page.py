@@ -131,7 +131,7 @@ def _charts(result: Audit, tokenizer: Tokenizer | None) -> tuple[list[Chart], in
     residuals = {found.sample: found for found in result.residuals}
     charts = []
     for rollout in rollouts:
-        texts = [tokenizer.decode([int(i)]) if tokenizer else f"{int(i)} " for i in rollout.tokens]
+        texts = [_text(int(token), tokenizer) for token in rollout.tokens]
         logq = behaviour_logprobs(rollout, result.run.sampling)
         charts.append(Chart(rollout, logq, residuals.get(rollout.sample), profile, texts))
     charts.sort(key=lambda chart: (-chart.worst, chart.rollout.sample))
@@ -143,6 +143,12 @@ def _charts(result: Audit, tokenizer: Tokenizer | None) -> tuple[list[Chart], in
             break
         shown.append(chart)
     return shown, len(charts) - len(shown)
+
+
+def _text(token: int, tokenizer: Tokenizer | None) -> str:
+    """The token's text; its id where it has none, as special tokens do, so that there is something to point at."""
+    text = tokenizer.decode([token]) if tokenizer else ""
+    return text or f"\u27e8{token}\u27e9"
 
 
 def _profile(result: Audit) -> Profile:

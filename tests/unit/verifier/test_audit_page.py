@@ -94,7 +94,9 @@ def test_the_decoded_text_is_there_and_shows_its_numbers(world, cheat):
     texts = cheat.html.find("p", class_="text")
     for paragraph, sample in zip(texts, cheat.samples(), strict=True):
         rollout, spans = cheat.rollouts[sample], paragraph.find("span")
-        assert [span.text for span in spans] == [tokenizer.decode([int(token)]) for token in rollout.tokens]
+        decoded = [tokenizer.decode([int(token)]) or f"⟨{int(token)}⟩" for token in rollout.tokens]
+        assert [span.text for span in spans] == decoded
+        assert all(decoded)  # there is something to point at for every token
         for position, span in enumerate(spans):
             title = span.attributes["title"]
             assert title.startswith(f"position {position}, token {int(rollout.tokens[position])} ")
