@@ -14,10 +14,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.built-from-lock
 PARTS := assay.py protocol node coordinator verifier learner
 
-MODEL ?= tiny
-SEED ?= 0
-DIR ?= .demo/$(MODEL)-$(shell date +%Y%m%d-%H%M%S)
-UP_FLAGS := --preset $(MODEL) --seed $(SEED) $(if $(TASK),--task $(TASK)) $(if $(DATA),--data "$(abspath $(DATA))")
+DIR ?= .demo/$(or $(MODEL),tiny)-$(shell date +%Y%m%d-%H%M%S)
+# Only what was asked for: a run that is gone on with keeps its own choices.
+UP_FLAGS := $(if $(MODEL),--preset $(MODEL)) $(if $(SEED),--seed $(SEED)) $(if $(TASK),--task $(TASK)) $(if $(DATA),--data "$(abspath $(DATA))")
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
 

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from protocol.errors import E_CONFIG, LocalFault
+
+if TYPE_CHECKING:
+    from coordinator.config import CoordinatorConfig
+    from coordinator.database import Database
+    from coordinator.locks import FolderLock
 
 app = typer.Typer(
     help="Operate a run: create it, serve it, invite and ban nodes.", no_args_is_help=True, rich_markup_mode=None,
@@ -65,6 +70,7 @@ def init(
     print(f"Run {link.run_id} is founded in {directory}.")
     print(f"Back up {directory / 'keys'}; the root key can be kept offline from now on.")
     print(f"Serve it:  assay coordinator serve {directory}")
+    print(f"Train:     assay learner run --config {directory / 'learner.toml'} ... (its --help has an example)")
     print(f"Join it:   assay node join '{link.format()}' --home HOME")
 
 
@@ -80,26 +86,16 @@ def serve(
     Example: assay coordinator serve run --host 0.0.0.0 --port 8700
     """
     from coordinator.app import create_app
-    from coordinator.config import CoordinatorConfig
     from coordinator.server import listen
     from coordinator.server import serve as serve_forever
-    from protocol.config import load_config
     from protocol.logs import setup_logging
 
-    directory = directory.resolve()
-    if not (directory / "keys" / "coordinator.key").exists():
-        raise LocalFault(
-            E_CONFIG, f"{directory} holds no run", expected="a folder made by assay coordinator init",
-            got="a folder without keys/coordinator.key" if directory.exists() else "no such folder",
-            hint=f"assay coordinator init {directory} --model DIR",
-        )
-    file = directory / "coordinator.toml"
-    overrides = {"directory": directory, "host": host, "port": port}
-    config, _ = load_config(CoordinatorConfig, file if file.exists() else None, "ASSAY_COORDINATOR_", overrides)
-    setup_logging(log, config.log_level)
-    application = create_app(config)
-    with listen(config.host, config.port) as listener:
-        serve_forever(application, config, listener, _announce)
+    config = _config(directory, host=host, port=port)
+    with _serving_lock(config.directory):
+        setup_logging(log, config.log_level)
+        application = create_app(config)
+        with listen(config.host, config.port) as listener:
+            serve_forever(application, config, listener, _announce)
 
 
 @app.command()
@@ -190,8 +186,7 @@ def check(directory: Directory) -> None:
 
     Example: assay coordinator db check run
     """
-    database = _database(directory)
-    database.check_schema()
+    _database(directory).check_schema()
     print("The schema is up to date.")
 
 
@@ -203,27 +198,71 @@ def upgrade(directory: Directory) -> None:
     """
     from coordinator.database import backup
 
-    copy = backup(directory / "coordinator.db")
-    _database(directory).upgrade()
-    print(f"Upgraded; the database as it was: {copy}")
+    database = _database(directory)
+    with _serving_lock(directory):
+        if database.is_current():
+            print("Nothing to do: the schema is up to date.")
+            return
+        copy = backup(database.file) if database.file else None
+        database.upgrade()
+    print(f"Upgraded; the database as it was: {copy}" if copy else "Upgraded.")
 
 
 @db.command("backup")
 def back_up(directory: Directory) -> None:
-    """Copy the database while it is in use.
+    """Copy the database (SQLite) while it is in use.
 
     Example: assay coordinator db backup run
     """
     from coordinator.database import backup
 
-    print(backup(directory / "coordinator.db"))
+    file = _database(directory).file
+    if file is None:
+        raise LocalFault(
+            E_CONFIG, "only SQLite databases are backed up by this command", expected="coordinator.db",
+            got="another database_url", hint="use the tools of your database, for example pg_dump",
+        )
+    print(backup(file))
 
 
-def _database(directory: Path) -> Any:
+def _config(directory: Path, **flags: Any) -> CoordinatorConfig:
+    """Settings of the run in ``directory``. Raises ``E_CONFIG`` when there is none."""
     from coordinator.config import CoordinatorConfig
+    from protocol.config import load_config
+
+    directory = directory.resolve()
+    if not (directory / "keys" / "coordinator.key").exists():
+        raise LocalFault(
+            E_CONFIG, f"{directory} holds no run", expected="a folder made by assay coordinator init",
+            got="a folder without keys/coordinator.key" if directory.is_dir()
+            else "a file" if directory.exists() else "no such folder",
+            hint=f"assay coordinator init {directory} --model DIR",
+        )
+    file = directory / "coordinator.toml"
+    config, _ = load_config(
+        CoordinatorConfig, file if file.exists() else None, "ASSAY_COORDINATOR_", {"directory": directory, **flags}
+    )
+    return config
+
+
+def _serving_lock(directory: Path) -> FolderLock:
+    from coordinator.locks import FolderLock
+    from coordinator.server import LOCK_FILE
+
+    return FolderLock(directory.resolve() / LOCK_FILE, "assay coordinator")
+
+
+def _database(directory: Path) -> Database:
+    """The database of the run in ``directory``, which must be there."""
     from coordinator.database import Database
 
-    return Database(CoordinatorConfig(directory=directory.resolve()).database)
+    database = Database(_config(directory).database)
+    if database.file is not None and not database.file.is_file():
+        raise LocalFault(
+            E_CONFIG, f"the run in {directory} has no database", expected=database.file, got="no such file",
+            hint="put a backup there: the newest *.backup, or your own copy",
+        )
+    return database
 
 
 def _announce(url: str) -> None:

@@ -77,21 +77,32 @@ class Database:
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
 
+    @property
+    def file(self) -> Path | None:
+        """The file of an SQLite database; None for a server."""
+        return Path(self.engine.url.database or "") if self.is_sqlite else None
+
+    def is_current(self) -> bool:
+        """Whether the schema is this release's."""
+        return self._revision() == _newest_revision()
+
     def check_schema(self) -> None:
         """Refuse a database of another release.
 
         Raises:
             LocalFault: ``E_DATABASE_SCHEMA``.
         """
-        wanted = _newest_revision()
-        with self.engine.connect() as connection:
-            found = MigrationContext.configure(connection).get_current_revision()
+        wanted, found = _newest_revision(), self._revision()
         if found != wanted:
             raise LocalFault(
                 E_DATABASE_SCHEMA, f"schema of {self.engine.url.render_as_string()}", expected=wanted,
                 got=found or "an empty database",
                 hint="assay coordinator init DIR makes one; assay coordinator db upgrade DIR mends an older one",
             )
+
+    def _revision(self) -> str | None:
+        with _translated(), self.engine.connect() as connection:
+            return MigrationContext.configure(connection).get_current_revision()
 
     def close(self) -> None:
         """Drop the connections."""

@@ -18,7 +18,7 @@ from coordinator.keyring import new_token, write_secret
 from coordinator.presets import Preset
 from protocol.api import JoinLink
 from protocol.clock import Clock
-from protocol.errors import E_CONFIG, E_CONFLICT, LocalFault
+from protocol.errors import E_CONFIG, LocalFault
 from protocol.identity import Identity
 from protocol.messages import Environment, ModelSpec, Roles, RunManifest, SamplingRules
 from protocol.store import Store, open_store
@@ -57,8 +57,8 @@ def found(directory: Path, founding: Founding, clock: Clock) -> JoinLink:
     The directory appears complete or not at all.
 
     Raises:
-        LocalFault: ``E_CONFLICT`` when it exists and is not empty; ``E_CONFIG`` when the model folder lacks something;
-            what the parts raise.
+        LocalFault: ``E_CONFIG`` when it exists and is not empty, or when the model folder lacks something; what the
+            parts raise.
     """
     directory = directory.resolve()
     scratch = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}")
@@ -74,8 +74,9 @@ def found(directory: Path, founding: Founding, clock: Clock) -> JoinLink:
         ) from None
     if taken:
         raise LocalFault(
-            E_CONFLICT, f"{directory} is taken", expected="a new or an empty directory",
-            hint="assay coordinator serve DIR goes on with a run that is there",
+            E_CONFIG, f"{directory} is taken", expected="a new or an empty directory",
+            got="a directory that is not empty" if directory.is_dir() else "a file",
+            hint="assay coordinator serve DIR goes on with a run that is there; else choose another DIR",
         )
     try:
         link = _fill(scratch, founding, clock.now_ms())
@@ -89,7 +90,7 @@ def found(directory: Path, founding: Founding, clock: Clock) -> JoinLink:
 
 
 def _fill(directory: Path, founding: Founding, now_ms: int) -> JoinLink:
-    store = open_store(founding.store_url or f"dir:{directory / 'store'}")
+    store = open_store(founding.store_url or f"dir:{directory / 'store'}", make=True)
     keys = {name: Identity.generate() for name in ("root", "coordinator", "learner", "verifier")}
     for name, key in keys.items():
         key.save(directory / "keys" / f"{name}.key")
@@ -98,6 +99,7 @@ def _fill(directory: Path, founding: Founding, now_ms: int) -> JoinLink:
     (directory / "root.pub").write_text(keys["root"].public_key.hex() + "\n", encoding="ascii")
     write_secret(directory / "admin.token", new_token())
     (directory / "coordinator.toml").write_text(_settings(founding), encoding="utf-8")
+    (directory / "learner.toml").write_text(_learner_settings(founding.preset), encoding="utf-8")
     token = _database(directory, manifest, now_ms)
     link = JoinLink(founding.host, founding.port, keys["root"].public_key.hex(), manifest.run_id, token)
     write_secret(directory / "link.txt", link.format())
@@ -207,3 +209,9 @@ def _settings(founding: Founding) -> str:
     if founding.store_url:
         lines.append(f"store_url = {json.dumps(founding.store_url)}")
     return "\n".join(["# Settings of assay coordinator serve; see coordinator/config.py for all of them.", *lines, ""])
+
+
+def _learner_settings(preset: Preset) -> str:
+    """What the preset wants of the learner. It is no part of the manifest: nobody has to trust it."""
+    lines = [f"{name} = {json.dumps(value)}" for name, value in sorted(preset.learner.items())]
+    return "\n".join(["# For assay learner run --config FILE; docs/learner.md lists all settings.", *lines, ""])

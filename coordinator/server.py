@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 #: Where a serving process says its address; admin commands read it.
 ADDRESS_FILE: Final = "serve.json"
+#: Held by the process that serves a directory.
+LOCK_FILE: Final = "serve.lock"
 #: Longest wait for requests in progress when the process ends, in seconds.
 DRAIN_S: Final = 10
 
@@ -35,8 +38,10 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=512)
     except OSError as error:
+        taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
         raise LocalFault(
-            E_CONFIG, f"cannot listen on {host}:{port}", got=str(error), hint="choose another one with --port"
+            E_CONFIG, f"cannot listen on {host}:{port}", expected="an address of this machine, a port that is free",
+            got=str(error), hint=f"choose another one with --{'port' if taken else 'host'}",
         ) from None
     # Inherited by every connection. Without it the body of an answer waits for the acknowledgement of its head, which
     # the other side delays by 40 ms; asyncio would set it only on sockets made with an explicit protocol number.
@@ -59,7 +64,10 @@ def serve(app: FastAPI, config: CoordinatorConfig, listener: socket.socket, on_r
         signal.signal(number, _already_noted)
     on_ready(url)
     logger.info("serving", extra={"url": url, "directory": str(config.directory)})
-    server.run(sockets=[listener])
+    try:
+        server.run(sockets=[listener])
+    finally:
+        (config.directory / ADDRESS_FILE).unlink(missing_ok=True)
     logger.info("stopped")
 
 

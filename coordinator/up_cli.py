@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(
+    rich_markup_mode=None, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
 
 
 @app.command(epilog="Example: assay up demo --preset tiny")
@@ -37,16 +39,17 @@ def up(
     Ends by itself with a summary. Ctrl-C drains everything; the same command goes on with the run.
     Exit status: 0 the run is complete or was stopped, 1 something did not hold.
     """
+    from coordinator.locks import FolderLock
     from coordinator.preset_settings import with_settings
     from coordinator.presets import preset as preset_of
     from coordinator.up_network import Network
-    from coordinator.up_plan import Folder, FolderLock, settle
+    from coordinator.up_plan import Folder, settle
     from coordinator.up_report import conclude
     from coordinator.up_view import JsonView, LiveView, View
     from protocol.clock import SystemClock
 
     folder = Folder(directory)
-    with FolderLock(folder):
+    with FolderLock(folder.lock, "assay up"):
         earlier = folder.load()
         base = with_settings(
             preset_of(preset or (earlier.preset if earlier else "tiny"), task or (earlier.task if earlier else None)),

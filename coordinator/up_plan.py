@@ -10,7 +10,7 @@ import json
 import os
 import socket
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
@@ -137,30 +137,3 @@ def write_json(path: Path, value: object) -> None:
         file.flush()
         os.fsync(file.fileno())
     scratch.replace(path)
-
-
-class FolderLock:
-    """One ``assay up`` per folder."""
-
-    def __init__(self, folder: Folder):
-        self._path = folder.lock
-        self._file: int | None = None
-
-    def __enter__(self) -> Self:
-        import fcntl
-
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._file)
-            raise LocalFault(
-                E_CONFIG, f"another assay up works in {self._path.parent}", expected="one at a time",
-                hint="stop it first, or choose another folder",
-            ) from None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            os.close(self._file)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from coordinator.up_evidence import collect_evidence, save_log
 from coordinator.up_network import Network
@@ -37,8 +41,9 @@ def conclude(network: Network, view: View) -> Report:
         network.folder.save(choices)
     path = network.folder.path
     if summary is None:
-        view.event("stopped", {"go_on_with": f"assay up {path}"})
-        return Report(holds=True, lines=[f"Stopped. Go on with: assay up {path}"])
+        go_on = f"{called()} up {path}"
+        view.event("stopped", {"go_on_with": go_on})
+        return Report(holds=True, lines=[f"Stopped. Go on with: {go_on}"])
     view.event("summary", summary.model_dump())
     holds = complete and summary.roots_equal and summary.honest_nodes_banned == 0
     return Report(holds, [*in_words(summary), *_where(network)])
@@ -68,6 +73,15 @@ def _sum_up(network: Network, view: View) -> Summary | None:
     return summary
 
 
+def called() -> str:
+    """How to call the command from here: by name when it is on the path, else by its file."""
+    script = Path(sys.executable).with_name("assay")
+    found = shutil.which("assay")
+    if (found is not None and Path(found) == script) or not script.exists():
+        return "assay"
+    return os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
+
+
 def _where(network: Network) -> list[str]:
     folder = network.folder
     lines = ["", f"summary   {folder.summary}", f"events    {folder.events}", f"logs      {folder.log('*')}"]
@@ -76,7 +90,8 @@ def _where(network: Network) -> list[str]:
     files = sorted(folder.evidence.glob("*")) if folder.evidence.exists() else []
     if files:
         lines += [f"evidence  {folder.evidence} ({', '.join(file.name for file in files)})", "", "Audit it yourself:"]
-        lines.append(f"  assay audit {files[0]} --checkpoint {folder.coordinator / 'store'} --root {network.link.root}")
+        store = folder.coordinator / "store"
+        lines.append(f"  {called()} audit {files[0]} --checkpoint {store} --root {network.link.root}")
     if folder.run_log.exists():
-        lines.append(f"  assay audit run {folder.run_log} --root {network.link.root}")
+        lines.append(f"  {called()} audit run {folder.run_log} --root {network.link.root}")
     return lines

@@ -94,7 +94,8 @@ class Supervisor:
         slot.state = State.STOPPED
         slot.child.terminate()
         if not slot.child.wait(timeout_s):
-            self._report("killed", {"process": name, "why": f"still running {timeout_s:.0f} s after SIGTERM"})
+            why = f"not needed any more, and not gone {timeout_s:.0f} s after SIGTERM"
+            self._report("killed", {"process": name, "why": why})
             slot.child.kill()
 
     def drain(self, groups: list[list[str]], timeout_s: float) -> None:

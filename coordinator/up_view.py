@@ -24,6 +24,8 @@ BARS: Final = "▁▂▃▄▅▆▇█"
 STATUS_EVERY_S: Final = 15.0
 #: Events kept on the live page.
 SHOWN_EVENTS: Final = 8
+#: Columns of the terminal below which the table of nodes leaves out what can be missed.
+WIDE: Final = 110
 
 STATE_STYLE: Final = {"active": "green", "banned": "red", "drill": "yellow"}
 
@@ -106,7 +108,8 @@ class LiveView:
         self._title = title
         self._recent: deque[str] = deque(maxlen=SHOWN_EVENTS)
         self._page: RenderableType = Text("preparing ...")
-        self._live = Live(self._draw(), console=console or Console(), refresh_per_second=4, transient=False)
+        self._console = console or Console()
+        self._live = Live(self._draw(), console=self._console, refresh_per_second=4, transient=False)
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -126,7 +129,8 @@ class LiveView:
     def update(self, status: Status, processes: Mapping[str, str], elapsed_s: float) -> None:
         """Redraw the page."""
         self._page = Group(
-            _headline(status, elapsed_s), _rewards(status.rewards), _nodes(status.nodes, processes), _drills(status),
+            _headline(status, elapsed_s), _rewards(status.rewards),
+            _nodes(status.nodes, processes, wide=self._console.width >= WIDE), _drills(status),
         )
         self._live.update(self._draw())
 
@@ -165,20 +169,21 @@ def _rewards(rewards: Sequence[float]) -> RenderableType:
     )
 
 
-def _nodes(nodes: Sequence[NodeSeen], processes: Mapping[str, str]) -> RenderableType:
-    table = Table(box=None, header_style="bold", padding=(0, 2), expand=False)
-    for heading in ("node", "state", "process"):
-        table.add_column(heading)
-    for heading in ("version", "lag", "accepted", "rejected", "tokens"):
-        table.add_column(heading, justify="right")
-    table.add_column("why rejected")
+def _nodes(nodes: Sequence[NodeSeen], processes: Mapping[str, str], *, wide: bool) -> RenderableType:
+    table = Table(box=None, header_style="bold", padding=(0, 2 if wide else 1, 0, 0), expand=False)
+    for heading in ("node", "state", *(("process",) if wide else ())):
+        table.add_column(heading, no_wrap=True)
+    for heading in (*(("version", "lag") if wide else ("ver",)), "accepted", "rejected", "tokens"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("why rejected" if wide else "why", overflow="fold")
     for node in nodes:
         kind = "drill" if node.drill and node.state != "banned" else node.state
         reasons = ", ".join(f"{code} {count}" for code, count in sorted(node.reasons.items())[:2])
         table.add_row(
-            escape(node.name), Text(node.state, style=STATE_STYLE.get(kind, "")), processes.get(node.name, "-"),
-            _number(node.version), _number(node.lag), str(node.accepted), str(node.rejected),
-            f"{node.tokens:,}", reasons,
+            escape(node.name), Text(node.state, style=STATE_STYLE.get(kind, "")),
+            *((processes.get(node.name, "-"),) if wide else ()), _number(node.version),
+            *((_number(node.lag),) if wide else ()), str(node.accepted), str(node.rejected), f"{node.tokens:,}",
+            reasons,
         )
     return table
 

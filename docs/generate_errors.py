@@ -27,33 +27,35 @@ meaning and is never removed. The class of an error decides what follows from it
 * **LocalFault**: our own disk, device, configuration or a missing file; a verdict becomes *inconclusive*.
 * **Transient**: network, overload, not ready yet; retried with backoff.
 
-The command line exits with 2 for `E_USAGE` and `E_CONFIG`, and with 1 for every other code.
+The command line exits with 2 for {usage}: the call or its configuration is wrong. With 1 for every other code.
+(`assay audit` has exit codes of its own.)
 """
 
 
-def registrations(root: Path) -> Iterator[tuple[str, str, str]]:
-    """(part, code, meaning) of every ``code("E_X", "meaning")`` in the parts, in the order of files and lines."""
+def registrations(root: Path) -> Iterator[tuple[str, str, str, bool]]:
+    """(part, code, meaning, usage) of every ``code("E_X", "meaning")``, in the order of parts, files and lines."""
     for part in PARTS:
         for file in sorted((root / part).rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "code":
                     name, meaning = (ast.literal_eval(argument) for argument in node.args)
-                    yield part, name, meaning
+                    yield part, name, meaning, any(keyword.arg == "usage" for keyword in node.keywords)
 
 
-def render(found: list[tuple[str, str, str]]) -> str:
+def render(found: list[tuple[str, str, str, bool]]) -> str:
     """The page.
 
     Raises:
         ValueError: a code has two meanings.
     """
     meanings: dict[str, str] = {}
-    for _, name, meaning in found:
+    for _, name, meaning, _ in found:
         if meanings.setdefault(name, meaning) != meaning:
             raise ValueError(f"{name} is registered with two meanings")
-    lines = [HEAD]
+    calls = [f"`{name}`" for name in sorted({name for _, name, _, usage in found if usage})]
+    lines = [HEAD.format(usage=", ".join(calls))]
     for part in PARTS:
-        rows = sorted({(name, meaning) for where, name, meaning in found if where == part})
+        rows = sorted({(name, meaning) for where, name, meaning, _ in found if where == part})
         if rows:
             lines += [f"## {part}", "", "| code | meaning |", "|---|---|"]
             lines += [f"| `{name}` | {meaning} |" for name, meaning in rows]

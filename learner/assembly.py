@@ -14,7 +14,7 @@ from learner.crew import Lead, Opening, follow
 from learner.exposition import Exposition
 from learner.journal import Journal
 from learner.metrics import Metrics
-from learner.places import Places, learner_key, read_model
+from learner.places import Places, learner_key, read_model, run_store
 from learner.ranks import Ranks, rank_faults
 from learner.run import Learner
 from learner.trainer import Trainer
@@ -22,7 +22,6 @@ from protocol.client import CoordinatorClient
 from protocol.clock import Clock
 from protocol.errors import E_CONFIG, LocalFault
 from protocol.messages import RunManifest, SamplingRules
-from protocol.store import open_store
 from protocol.weights.layout import Layout, State
 from protocol.weights.state_root import usable_hash
 
@@ -44,13 +43,14 @@ def assemble(places: Places, config: LearnerConfig, client: CoordinatorClient, m
             hint="give the folder that the run was made with",
         )
     usable_hash(manifest.model.state_hash)
+    store = run_store(places.store, manifest)
     journal = Journal(places.work)
     journal.write_run(client.run_manifest())
     journal.write_settings(config)
     ranks.tell(Opening(manifest.sampling, layout.sha256, config.learning_sha256()))
     trainer = _trainer(places.model, layout, state, config, manifest.sampling, ranks)
     return Learner(
-        client=client, store=open_store(places.store), identity=identity, manifest=manifest,
+        client=client, store=store, identity=identity, manifest=manifest,
         trainer=trainer if ranks.size == 1 else Lead(trainer, ranks), journal=journal,
         points=ResumePoints(places.work), config=config, clock=clock, should_stop=should_stop,
         show=_views(places, config.process),

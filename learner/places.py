@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.client import CoordinatorClient
-from protocol.errors import E_CONFIG, E_NOT_FOUND, E_WRONG_KEY, LocalFault
+from protocol.errors import E_CONFIG, E_WRONG_KEY, LocalFault
 from protocol.identity import Identity
 from protocol.messages import RunManifest
+from protocol.store import Store, open_store
 from protocol.weights.layout import Layout, State, read_safetensors
 
 
@@ -65,16 +66,32 @@ def learner_key(client: CoordinatorClient, manifest: RunManifest) -> Identity:
     return client.identity
 
 
+def run_store(url: str, manifest: RunManifest) -> Store:
+    """The object store at ``url``, once it is known to be the run's: founding the run put the model's layout there.
+
+    Raises:
+        LocalFault: ``E_CONFIG`` when it is not; ``E_STORE_URL``, ``E_STORE``.
+    """
+    store = open_store(url)
+    if not store.has(manifest.model.layout_sha256):
+        raise LocalFault(
+            E_CONFIG, "this object store is not the run's", expected=f"object {manifest.model.layout_sha256}",
+            got=f"none in {url}",
+            hint="give the store that the coordinator serves: dir:DIR/store, or the --store the run was founded with",
+        )
+    return store
+
+
 def read_model(folder: Path) -> tuple[Layout, State]:
     """Layout and weights of a Hugging Face folder.
 
     Raises:
-        LocalFault: ``E_NOT_FOUND`` without safetensors files; ``E_STATE``.
+        LocalFault: ``E_CONFIG`` without safetensors files; ``E_STATE``.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise LocalFault(
-            E_NOT_FOUND, f"no weights in {folder}", expected="*.safetensors", got="none",
+            E_CONFIG, f"no weights in {folder}", expected="*.safetensors", got="none",
             hint="make a model with: assay learner init-model --preset tiny --out DIR",
         )
     return read_safetensors(*files)

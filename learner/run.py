@@ -136,8 +136,9 @@ class Learner:
             if error.code != E_CHECKPOINT_CHAIN:
                 raise
             raise LocalFault(
-                E_RESUME, f"the run has another version {self.version} than this work directory",
-                expected=error.expected, got=error.got, hint="is --work the directory this run was learned in?",
+                E_RESUME, f"version {self.version} of this work directory is not the one that the run has",
+                expected=error.expected, got=error.got,
+                hint="give the --work that this run was learned in; from an empty one a begun run cannot go on",
             ) from None
 
     def _publish_first(self) -> None:

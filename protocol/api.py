@@ -257,7 +257,7 @@ class JoinLink:
             raise _bad_link("assay://HOST:PORT/?root=..&run=..&token=..", str(error)) from None
         query = dict(pairs)
         if parts.scheme != "assay" or not host or port is None:
-            raise _bad_link("assay://HOST:PORT/...", f"{parts.scheme or '(none)'}://{parts.netloc}")
+            raise _bad_link("assay://HOST:PORT/...", repr(text.strip().partition("?")[0][:80]))
         if len(query) != len(pairs) or not {"root", "run", "token"} <= set(query) <= {"root", "run", "token", "tls"}:
             raise _bad_link("each of root, run, token once", ", ".join(name for name, _ in pairs))
         for name, pattern in (("root", "[0-9a-f]{64}"), ("run", "[0-9a-f]{32}"), ("token", "[A-Za-z0-9_-]{8,200}")):

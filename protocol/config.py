@@ -7,6 +7,7 @@ dots (``loss.preset``) in flags and in the provenance, and with a double undersc
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import tomllib
@@ -67,7 +68,7 @@ def load_config(
     try:
         config = cls.model_validate(values)
     except ValidationError as error:
-        raise _fault(error, provenance) from None
+        raise _fault(cls, error, provenance) from None
     return config, {name: _origin(name, provenance) for name, _ in flatten(config.model_dump(mode="json"))}
 
 
@@ -134,12 +135,37 @@ def _origin(name: str, provenance: Provenance) -> str:
     return "default"
 
 
-def _fault(error: ValidationError, provenance: Provenance) -> LocalFault:
+def _fault(cls: type[BaseModel], error: ValidationError, provenance: Provenance) -> LocalFault:
     first = error.errors(include_url=False)[0]
     name = ".".join(str(part) for part in first["loc"]) or "(whole)"
     source = _origin(name, provenance)
-    got = "nothing" if first["type"] == "missing" else repr(first["input"])[:120]
+    if first["type"] == "extra_forbidden":
+        return _unknown(cls, name, source)
+    if first["type"] == "missing":
+        return LocalFault(
+            E_CONFIG, f"{name} is not set", expected="a value", got="nothing",
+            hint=f"give it by its flag (see --help) or by {name} = ... in the configuration file",
+        )
+    got = repr(first["input"])[:120]
     return LocalFault(
         E_CONFIG, f"{name} ({source}) does not fit", expected=expectation(first), got=got,
         hint=f"and {error.error_count() - 1} more" if error.error_count() > 1 else None,
     )
+
+
+def _unknown(cls: type[BaseModel], name: str, source: str) -> LocalFault:
+    known = list(_names(cls))
+    near = difflib.get_close_matches(name, known, n=3) or [other for other in known if other.endswith(f".{name}")]
+    return LocalFault(
+        E_CONFIG, f"there is no setting {name} ({source})", expected=" or ".join(near) or f"one of {', '.join(known)}",
+        got=name,
+    )
+
+
+def _names(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all settings of a configuration."""
+    for name, info in cls.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from _names(info.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"

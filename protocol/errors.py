@@ -115,7 +115,7 @@ E_SIGNATURE = code("E_SIGNATURE", "no valid signature by the key that must have 
 E_WRONG_KEY = code("E_WRONG_KEY", "a message is signed by a key that does not hold the role it needs")
 E_WRONG_RUN = code("E_WRONG_RUN", "a message belongs to another run")
 E_EXPIRED = code("E_EXPIRED", "a signed message is past its expiry")
-E_KEY_FILE = code("E_KEY_FILE", "a key file is missing, unreadable, malformed or open to other users")
+E_KEY_FILE = code("E_KEY_FILE", "a key file is missing, unreadable, malformed or open to other users", usage=True)
 E_CONFIG = code("E_CONFIG", "a configuration value is missing, unknown or out of range", usage=True)
 E_USAGE = code("E_USAGE", "a command was called with bad arguments", usage=True)
 # -- carriers ------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class Identity:
         except (OSError, UnicodeDecodeError) as error:
             raise LocalFault(
                 E_KEY_FILE, f"cannot read key file {path}", got=str(error),
-                hint="restore it from your backup; a lost key cannot be recovered, join again with a new one",
+                hint="name another file, or restore it from your backup: a lost key cannot be recovered",
             ) from None
         if mode & 0o077:
             raise LocalFault(
@@ -88,7 +88,8 @@ class Identity:
             seed = b""
         if len(seed) != 32:
             raise LocalFault(
-                E_KEY_FILE, f"key file {path} is malformed", expected="64 hex digits", got=f"{len(text)} characters"
+                E_KEY_FILE, f"key file {path} is malformed", expected="64 hex digits", got=f"{len(text)} characters",
+                hint="name another file, or restore it from your backup",
             )
         return cls(seed)
 
@@ -102,7 +103,10 @@ class Identity:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
-            raise LocalFault(E_KEY_FILE, f"cannot create key file {path}", got=str(error)) from None
+            raise LocalFault(
+                E_KEY_FILE, f"cannot create key file {path}", got=str(error),
+                hint="choose a folder that may be written to",
+            ) from None
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(bytes(self._key).hex() + "\n")
             file.flush()

@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from protocol.errors import E_NOT_FOUND, E_OBJECT_HASH, E_STORE, E_TOO_LARGE, LocalFault, PeerFault, code
 
-E_STORE_URL = code("E_STORE_URL", "the address of an object store is malformed")
+E_STORE_URL = code("E_STORE_URL", "the address of an object store is malformed", usage=True)
 
 #: Largest object a store hands out unless told otherwise, in bytes.
 MAX_OBJECT_BYTES: Final = 256 * 2**20
@@ -316,16 +316,25 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, *, make: bool = False) -> Store:
     """The store at ``dir:PATH`` or ``s3://BUCKET[/PREFIX][?endpoint=URL&region=NAME&profile=NAME]``.
 
+    Args:
+        make: a directory that is not there is made; without it, a mistyped path is an error.
+
     Raises:
-        LocalFault: ``E_STORE_URL`` naming the part that is wrong; ``E_STORE`` when it cannot be opened.
+        LocalFault: ``E_STORE_URL`` naming the part that is wrong, or when there is no such directory; ``E_STORE`` when
+            it cannot be opened.
     """
     if url.startswith("dir:"):
         path = url.removeprefix("dir:")
         if not path or path.startswith("//"):
             raise _bad_url(url, "dir:PATH, for example dir:/var/lib/assay/store")
+        if not make and not Path(path).is_dir():
+            raise LocalFault(
+                E_STORE_URL, "no such object store", expected="a directory that is there", got=url[:200],
+                hint="a run's store is DIR/store of its coordinator, unless it was founded with --store",
+            )
         return DirectoryStore(Path(path))
     parts = urlsplit(url)
     if parts.scheme != "s3":

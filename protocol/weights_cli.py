@@ -191,7 +191,7 @@ def relay(
 
     identity = Identity.generate() if key is None else Identity.load(key)
     with _catalogue(coordinator, root) as catalogue, _pool(coordinator, mirror, cache) as pool:
-        maker = SkipMaker(open_store(store), identity, catalogue.run.run_id, catalogue.layout)
+        maker = SkipMaker(open_store(store, make=True), identity, catalogue.run.run_id, catalogue.layout)
         made = build_skips(catalogue, pool, maker, since=since)
     for skip in made:
         _say(as_json, {"from": skip.from_version, "to": skip.to_version, "bytes": skip.nbytes},

@@ -38,7 +38,9 @@ class Server(ThreadingHTTPServer):
     def __init__(self, folder: Path):
         super().__init__(("127.0.0.1", 0), Handler)
         self.model, self.store = make_model_dir(folder / "model"), DirectoryStore(folder / "store")
-        self.manifest = run_manifest(load_model(self.model)[0], max_versions=VERSIONS)
+        layout, _ = load_model(self.model)
+        self.store.put(layout.to_bytes())  # as founding a run does
+        self.manifest = run_manifest(layout, max_versions=VERSIONS)
         self.client = FakeCoordinator()
         self.lock = threading.Lock()
         self.stocked = threading.Event()

@@ -118,6 +118,40 @@ def test_what_was_acknowledged_survives_kill_9(server: Server) -> None:
     assert server.end(signal.SIGTERM) == 0
 
 
+def assay(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """A command, as a user calls it."""
+    return subprocess.run(
+        [sys.executable, "-m", "assay", *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_one_process_serves_a_run(server: Server) -> None:
+    server.start()
+    second = assay("coordinator", "serve", server.directory, "--port", 0)
+    assert (second.returncode, second.stdout) == (2, "")
+    assert "another assay coordinator works in" in second.stderr
+    assert assay("coordinator", "nodes", "--dir", server.directory).returncode == 0  # still finds the first
+    upgrade = assay("coordinator", "db", "upgrade", server.directory)
+    assert (upgrade.returncode, "another assay coordinator" in upgrade.stderr) == (2, True)
+    assert server.end(signal.SIGTERM) == 0
+    assert not (server.directory / "serve.json").exists()
+    upgrade = assay("coordinator", "db", "upgrade", server.directory)
+    assert (upgrade.returncode, upgrade.stdout) == (0, "Nothing to do: the schema is up to date.\n")
+    assert not list(server.directory.glob("*.backup"))
+
+
+@pytest.mark.parametrize("verb", ["check", "upgrade", "backup"])
+def test_the_database_of_a_run_that_is_not_there(tmp_path: Path, verb: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    for name in ("nowhere", "file", "folder"):
+        found = assay("coordinator", "db", verb, tmp_path / name)
+        assert (found.returncode, found.stdout) == (2, "")
+        assert found.stderr.startswith("error E_CONFIG")
+        assert "holds no run" in found.stderr
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
+
+
 def audit(verb: str, url: str, link: JoinLink, remembered: Path) -> dict[str, Any]:
     """What a stranger finds in the log with nothing but the root key and the head of the last time."""
     arguments = ["audit", verb, url, "--root", link.root, "--remember", str(remembered), "--json"]
@@ -211,11 +245,11 @@ def check_credit_once(server: Server, url: str, manifest: RunManifest, submissio
 def test_bad_calls_are_explained_and_change_nothing(server: Server, tmp_path: Path) -> None:
     before = sorted(path.name for path in server.directory.iterdir())
     for arguments, status, code in (
-        (["init", str(server.directory), "--model", str(tmp_path / "model")], 1, "E_CONFLICT"),
+        (["init", str(server.directory), "--model", str(tmp_path / "model")], 2, "E_CONFIG"),
         (["init", str(tmp_path / "new"), "--model", str(tmp_path / "nothing")], 2, "E_CONFIG"),
         (["init", str(tmp_path / "new"), "--model", str(tmp_path / "model"), "--preset", "huge"], 2, "E_CONFIG"),
         (["serve", str(tmp_path / "model")], 2, "E_CONFIG"),
-        (["nodes", "--dir", str(tmp_path)], 1, "E_KEY_FILE"),
+        (["nodes", "--dir", str(tmp_path)], 2, "E_KEY_FILE"),
         (["invite", "--dir", str(server.directory)], 1, "E_UNREACHABLE"),
     ):
         done = subprocess.run(

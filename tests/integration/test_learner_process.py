@@ -22,8 +22,9 @@ from learner.parts import read_part
 from learner.places import read_model
 from learner.replay import E_LEARNER_REPLAY
 from learner.trainer import Trainer
-from protocol.errors import E_CONFIG, E_KEY_FILE, E_NOT_FOUND, E_SIGNATURE, AssayError
+from protocol.errors import E_CONFIG, E_KEY_FILE, E_SIGNATURE, AssayError
 from protocol.identity import Identity
+from protocol.store import E_STORE_URL
 from protocol.weights.state_root import state_root
 from tests.fakes.learner_server import ROOT_KEY, VERSIONS, Server, arguments
 from tests.fakes.learning import LEARNER, make_learner
@@ -149,7 +150,8 @@ def test_bad_calls_end_with_their_codes(server: Server, tmp_path: Path):
         (["--root", "abc"], E_CONFIG), (["--root", LEARNER.public_key.hex()], E_SIGNATURE),
         (["--set", "loss.preset=best"], E_CONFIG), (["--set", "lr=1"], E_CONFIG), (["--set", "nonsense"], E_CONFIG),
         (["--config", str(tmp_path / "missing.toml")], E_CONFIG), (["--key", str(tmp_path / "missing")], E_KEY_FILE),
-        (["--dry-run", "--model", str(tmp_path / "missing")], E_NOT_FOUND),
+        (["--dry-run", "--model", str(tmp_path / "missing")], E_CONFIG),
+        (["--store", f"dir:{tmp_path / 'missing'}"], E_STORE_URL),
     ):
         result = CliRunner().invoke(app, arguments(server, tmp_path, *more))
         assert isinstance(result.exception, AssayError), result.output

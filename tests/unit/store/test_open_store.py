@@ -14,10 +14,14 @@ from protocol.store_s3 import S3Store
 def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for url, path in ((f"dir:{tmp_path}/a", tmp_path / "a"), ("dir:b/c", Path("b/c"))):
-        store = open_store(url)
+        with pytest.raises(LocalFault, match="no such object store"):
+            open_store(url)
+        assert not path.exists()
+        store = open_store(url, make=True)
         assert isinstance(store, DirectoryStore)
         assert store.path == path
         assert path.is_dir()
+        assert isinstance(open_store(url), DirectoryStore)
 
 
 @pytest.mark.parametrize(

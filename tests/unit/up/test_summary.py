@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from coordinator.up_plan import Folder, FolderLock, free_port, port_is_free, settle
+from coordinator.locks import FolderLock
+from coordinator.up_plan import Folder, free_port, port_is_free, settle
 from coordinator.up_status import DrillSeen, NodeSeen, RolloutsSeen, RunSeen, Status
 from coordinator.up_summary import (
     AuditWeights,
@@ -125,6 +126,18 @@ def test_live_view_draws_every_state(tmp_path: Path) -> None:
         assert words in page
 
 
+def test_live_view_keeps_names_and_reasons_whole_on_a_narrow_terminal(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with LiveView(tmp_path / "events.jsonl", "assay up", console) as view:
+        view.update(STATUS, {node.name: "running" for node in STATUS.nodes}, 61.0)
+    page = console.file.getvalue()  # type: ignore[attr-defined]
+    for node in STATUS.nodes:
+        assert node.name in page
+        assert node.state in page
+        assert all(code in page for code in node.reasons)
+    assert "accepted" in page
+
+
 DEFAULTS = {"preset": "tiny", "port": 0, "nodes": 2, "drills": ("int8",)}
 
 
@@ -147,9 +160,9 @@ def test_damaged_choices_are_explained(tmp_path: Path) -> None:
 
 def test_one_start_at_a_time(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "run")
-    with FolderLock(folder), pytest.raises(LocalFault, match="another assay up"):
-        FolderLock(folder).__enter__()
-    with FolderLock(folder):
+    with FolderLock(folder.lock, "assay up"), pytest.raises(LocalFault, match="another assay up"):
+        FolderLock(folder.lock, "assay up").__enter__()
+    with FolderLock(folder.lock, "assay up"):
         pass
 
 
