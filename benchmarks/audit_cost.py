@@ -131,7 +131,7 @@ def main() -> None:
 def _rules(workload: Workload, tokens: int, head_size: int) -> SamplingRules:
     """The presets' head rules at T = 1."""
     preset = SamplingPreset(head_size=head_size, max_new_tokens=tokens, swap_grid=2)
-    return workload.rules(**preset.model_dump())
+    return workload.rules(**preset.model_dump(exclude={"record_routes"}))
 
 
 def _measure(workload: Workload, rules: SamplingRules, options: argparse.Namespace, leases: int) -> dict[str, float]:

@@ -150,7 +150,7 @@ def measure(workload: Workload, size: Size, options: Any, say: Say) -> tuple[dic
     """Both schemes on honest rollouts and on every cheat."""
     head_size = 32 if workload.vocab_size > 64 else 16
     preset = SamplingPreset(head_size=head_size, max_new_tokens=size.tokens, swap_grid=8)
-    rules = workload.rules(**preset.model_dump())
+    rules = workload.rules(**preset.model_dump(exclude={"record_routes"}))
     toploc = toploc_proofs.load(options.cache, say)
     states = versions(workload, options.cache / "recorded", options.seed, say)
     auditor = Auditor(Reading(workload, states[0], rules), rules, toploc)
