@@ -6,6 +6,8 @@ import logging
 import threading
 from typing import Any
 
+from sqlalchemy.orm import Session
+
 from coordinator import checkpoints, evidence, invites, status
 from coordinator.audits import Audits
 from coordinator.batches import Batches
@@ -111,7 +113,10 @@ class Coordinator:
         claimed = self.run.peek(envelope, Commitment)
         stored = self.store.size(claimed.object_sha256) if self.store.has(claimed.object_sha256) else None
         with self.database.write() as session:
-            return self.submissions.submit(session, envelope, stored, self.clock.now_ms())
+            now_ms = self.clock.now_ms()
+            reply = self.submissions.submit(session, envelope, stored, now_ms)
+            self._settle_draws(session, now_ms)
+            return reply
 
     # -- verifiers and the learner -----------------------------------------------------------------------
 
@@ -134,7 +139,10 @@ class Coordinator:
     def publish_head(self, envelope: Envelope) -> Ack:
         """``POST /v1/head``."""
         with self.database.write() as session:
-            return self.checkpoints.set_head(session, envelope, self.clock.now_ms())
+            now_ms = self.clock.now_ms()
+            reply = self.checkpoints.set_head(session, envelope, now_ms)
+            self._settle_draws(session, now_ms)
+            return reply
 
     def post_batch(self, envelope: Envelope) -> Ack:
         """``POST /v1/batches``."""
@@ -189,6 +197,12 @@ class Coordinator:
             now_ms = self.clock.now_ms()
             self.leases.expire(session, now_ms)
             self.epochs.current(session, now_ms)
+            self._settle_draws(session, now_ms)
+
+    def _settle_draws(self, session: Session, now_ms: int) -> None:
+        """Of a complete run no draw stays secret: whoever takes its log can repeat every one."""
+        if self.groups.is_complete(session):
+            self.epochs.settle(session, now_ms)
 
     def start(self) -> None:
         """Begin to sweep now and then."""

@@ -1,4 +1,7 @@
-"""Epochs of the audit draw: a key is committed to when its epoch begins and revealed when it ends."""
+"""Epochs of the audit draw: a key is committed to when its epoch begins and revealed when it ends.
+
+An epoch ends with its time, or once the run is complete: then no receipt stays under a key that nobody is told.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,21 @@ class Epochs:
 
     def current(self, session: Session, now_ms: int) -> Epoch:
         """The epoch of this moment, begun now when the last one is over."""
-        last = session.scalars(select(Epoch).order_by(Epoch.id.desc()).limit(1)).first()
+        last = _newest(session)
         if last is not None and now_ms < last.began_ms + self._policy.epoch_ms:
             return last
+        return self._next(session, last, now_ms)
+
+    def settle(self, session: Session, now_ms: int) -> None:
+        """End the epoch of this moment if it drew a receipt, whatever its age: nobody waits for a run that is over.
+
+        The next one begins at once, so that a later receipt is drawn by a key that is still secret.
+        """
+        last = self.current(session, now_ms)
+        if session.scalar(select(Receipt.id).where(Receipt.epoch == last.id).limit(1)) is not None:
+            self._next(session, last, now_ms)
+
+    def _next(self, session: Session, last: Epoch | None, now_ms: int) -> Epoch:
         if last is not None:
             last.ended_ms = now_ms
             event_log.append(session, now_ms, "epoch-revealed", {"epoch": last.id, "key": last.key.hex()})
@@ -35,6 +50,10 @@ class Epochs:
         session.flush()
         event_log.append(session, now_ms, "epoch-began", {"epoch": epoch.id, "key_sha256": epoch.key_sha256})
         return epoch
+
+
+def _newest(session: Session) -> Epoch | None:
+    return session.scalars(select(Epoch).order_by(Epoch.id.desc()).limit(1)).first()
 
 
 def describe(session: Session) -> list[dict[str, Any]]:

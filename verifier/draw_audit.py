@@ -13,7 +13,7 @@ from protocol.audit_draw import commit_to, is_drawn
 from protocol.errors import PeerFault, code
 from protocol.log_entry import E_LOG_ENTRY, LogEntry
 from protocol.messages import RunManifest
-from verifier.findings import Report
+from verifier.findings import Report, counted
 from verifier.node_trust import TrustBook
 
 E_DRAW_KEY = code("E_DRAW_KEY", "a draw key is not the one that was committed to, or not revealed in its turn")
@@ -40,11 +40,18 @@ class DrawAudit:
     """What was counted on the way."""
 
     receipts: int = 0
-    drawn: int = 0  #: selected by a revealed key
-    recomputed: int = 0  #: with a verdict that says T2
-    undecided: int = 0  #: drawn, and without pass, fail or set-aside at the end of the log
+    drawn: int = 0  #: selected by a revealed key; the sum of the next six
+    drawn_recomputed: int = 0  #: with a verdict that says T2
+    drawn_failed: int = 0  #: failed T0 or T1, so that nobody asked the model
+    drawn_void: int = 0  #: undecided when their node was banned, which voids what it handed in
+    drawn_set_aside: int = 0  #: could not be judged
+    drawn_skipped: int = 0  #: passed without T2: D.4 does not hold
+    undecided: int = 0  #: none of these by the end of the log
+    not_drawn: int = 0  #: spared by a revealed key
     secret: int = 0  #: receipts whose draw key is not revealed yet
-    reviewed: int = 0
+    recomputed: int = 0  #: with a verdict that says T2, drawn or not
+    recomputed_secret: int = 0  #: those of them under a key still secret
+    reviewed: int = 0  #: put back into the queue after they had passed
     bans: int = 0
     operator_bans: int = 0
 
@@ -54,11 +61,18 @@ class DrawAudit:
 
     def words(self) -> str:
         """The counts for a human."""
-        return (
-            f"{self.receipts} receipts: {self.drawn} drawn ({self.undecided} of them undecided), "
-            f"{self.recomputed} recomputed, {self.reviewed} reviewed, {self.secret} under a key still secret; "
-            f"{self.bans} bans, {self.operator_bans} by the operator"
-        )
+        besides = self.recomputed - self.drawn_recomputed - self.recomputed_secret
+        skipped = f"{self.drawn_skipped} PASSED WITHOUT IT, " if self.drawn_skipped else ""
+        return "\n".join([
+            f"{counted(self.receipts, 'receipt')}: {self.drawn} drawn, {self.not_drawn} not drawn, "
+            f"{self.secret} under a key still secret",
+            f"of the {self.drawn} drawn: {self.drawn_recomputed} recomputed, {self.drawn_failed} failed before that, "
+            f"{self.drawn_void} void because the node was banned first, {self.drawn_set_aside} set aside, {skipped}"
+            f"{self.undecided} undecided",
+            f"recomputed besides: {besides} not drawn, {self.recomputed_secret} under a key still secret; "
+            f"{self.reviewed} put under review",
+            f"{counted(self.bans, 'ban')} upon the log, {self.operator_bans} by the operator",
+        ])
 
 
 @dataclass
@@ -76,6 +90,8 @@ class _Receipt:
     rate_ppm: int
     index: int
     review: bool = False
+    set_aside: bool = False
+    void: bool = False  #: undecided when its node was banned
     decided: bool = False
     passed_without_t2: bool = False
     recomputed: bool = False
@@ -190,7 +206,7 @@ def _verdict(walk: _Walk, entry: LogEntry) -> None:
 def _set_aside(walk: _Walk, entry: LogEntry) -> None:
     receipt = walk.receipts.get(entry.body["receipt_id"])
     if receipt is not None:
-        receipt.decided = True
+        receipt.decided = receipt.set_aside = True
 
 
 def _review(walk: _Walk, entry: LogEntry) -> None:
@@ -209,7 +225,14 @@ def _banned(walk: _Walk, entry: LogEntry) -> None:
     receipt_id = entry.body["receipt_id"]
     if receipt_id is None:
         walk.counts.operator_bans += 1
-        return
+    else:
+        _check_ban(walk, entry, receipt_id)
+    for other in walk.receipts.values():
+        if other.node_id == entry.body["node_id"] and not other.decided:
+            other.decided = other.void = True  # what it handed in is void
+
+
+def _check_ban(walk: _Walk, entry: LogEntry, receipt_id: str) -> None:
     walk.counts.bans += 1
     receipt = walk.receipts.get(receipt_id)
     by_suspicion = entry.body["code"] == _BY_SUSPICION and receipt_id in walk.suspicion
@@ -218,9 +241,6 @@ def _banned(walk: _Walk, entry: LogEntry) -> None:
             E_BAN_UNFOUNDED, f"entry {entry.index}: ban of node {entry.body['node_id'][:16]}",
             f"a failure of receipt {receipt_id}", "none" if receipt is None or not receipt.failed else "another node's",
         )
-    for other in walk.receipts.values():
-        if other.node_id == entry.body["node_id"]:
-            other.decided = True  # what it handed in is void
 
 
 def _nothing(walk: _Walk, entry: LogEntry) -> None:
@@ -239,14 +259,33 @@ def _settle(walk: _Walk) -> None:
         epoch = walk.epochs.get(receipt.epoch)
         if epoch is None or epoch.key is None:
             walk.counts.secret += 1
+            walk.counts.recomputed_secret += receipt.recomputed
             continue
         drawn = is_drawn(epoch.key, receipt.sha256, receipt.rate_ppm)
-        walk.counts.drawn += drawn
-        walk.counts.undecided += drawn and not receipt.decided
+        _count(walk.counts, receipt, drawn=drawn)
         if drawn and receipt.passed_without_t2:
             walk.problem(E_DRAW_SKIPPED, _about(receipt), "T2 before it passed", "a pass without T2")
         if not drawn and receipt.pretext:
             walk.problem(E_DRAW_PRETEXT, _about(receipt), "no T2: not drawn", "T2 outside a review")
+
+
+def _count(counts: DrawAudit, receipt: _Receipt, *, drawn: bool) -> None:
+    """Put a receipt whose key is known into exactly one of the sums."""
+    counts.drawn += drawn
+    if not drawn:
+        counts.not_drawn += 1
+    elif receipt.passed_without_t2:
+        counts.drawn_skipped += 1
+    elif receipt.recomputed:
+        counts.drawn_recomputed += 1
+    elif receipt.failed:
+        counts.drawn_failed += 1
+    elif receipt.set_aside:
+        counts.drawn_set_aside += 1
+    elif receipt.void:
+        counts.drawn_void += 1
+    else:
+        counts.undecided += 1
 
 
 def _about(receipt: _Receipt) -> str:
@@ -256,9 +295,9 @@ def _about(receipt: _Receipt) -> str:
 def _told(walk: _Walk, found: str) -> str:
     counts = walk.counts
     told: dict[str, Any] = {
-        E_DRAW_KEY: f"{len(walk.epochs)} epochs", E_DRAW_LATE: f"{counts.receipts} receipts",
-        E_DRAW_RATE: f"{counts.receipts} receipts", E_DRAW_SKIPPED: f"{counts.drawn} drawn",
+        E_DRAW_KEY: counted(len(walk.epochs), "epoch"), E_DRAW_LATE: counted(counts.receipts, "receipt"),
+        E_DRAW_RATE: counted(counts.receipts, "receipt"), E_DRAW_SKIPPED: f"{counts.drawn} drawn",
         E_DRAW_PRETEXT: f"{counts.recomputed} recomputed, {counts.reviewed} reviewed",
-        E_BAN_UNFOUNDED: f"{counts.bans} bans, {counts.operator_bans} by the operator",
+        E_BAN_UNFOUNDED: f"{counted(counts.bans, 'ban')}, {counts.operator_bans} by the operator",
     }
     return str(told[found])

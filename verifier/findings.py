@@ -121,6 +121,11 @@ class Report:
         )
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 token", "2 tokens"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _text(value: object) -> str:
     text = str(value)
     return text if len(text) <= _TEXT else text[: _TEXT - 1] + "…"

@@ -23,7 +23,7 @@ from tests.fakes.clock import FakeClock
 from tests.fakes.coordinator import RUN_ID, World
 from tests.fakes.whole_log import read_log
 from verifier.audit_cli import app
-from verifier.draw_audit import audit_draws
+from verifier.draw_audit import DrawAudit, audit_draws
 from verifier.findings import Report
 
 RUNNER = CliRunner()
@@ -89,6 +89,14 @@ def _renumbered(log: Log) -> Log:
     return [LogEntry(index, entry.at_ms, entry.kind, entry.body) for index, entry in enumerate(log)]
 
 
+def assert_accounted(counts: DrawAudit) -> None:
+    """Every receipt is in one sum, every drawn one in one of its parts."""
+    assert counts.receipts == counts.drawn + counts.not_drawn + counts.secret
+    parts = (counts.drawn_recomputed, counts.drawn_failed, counts.drawn_void, counts.drawn_set_aside,
+             counts.drawn_skipped, counts.undecided)
+    assert counts.drawn == sum(parts)
+
+
 def is_verdict(entry: LogEntry, *, recomputed: bool) -> bool:
     return entry.kind == "verdict" and entry.body["outcome"] == "pass" and ("T2" in entry.body["tiers"]) == recomputed
 
@@ -102,6 +110,9 @@ def test_the_draws_of_an_honest_coordinator_hold(run: RunManifest, log: Log) -> 
     assert 0 < counts.drawn < 13
     assert counts.recomputed == counts.drawn - 1  # the cheat failed before T2
     assert counts.undecided == 0
+    assert_accounted(counts)
+    assert (counts.drawn_failed, counts.drawn_recomputed) == (1, counts.recomputed)
+    assert f"of the {counts.drawn} drawn: {counts.recomputed} recomputed, 1 failed before that" in counts.words()
 
 
 def test_the_rates_were_not_all_the_same(log: Log) -> None:
@@ -136,6 +147,30 @@ def test_another_rate_than_the_rules(run: RunManifest, log: Log, rate: int) -> N
 def test_a_drawn_bundle_that_was_let_pass(run: RunManifest, log: Log) -> None:
     skipped = changed(log, lambda entry: is_verdict(entry, recomputed=True), tiers=["T0", "T1"])
     assert "E_DRAW_SKIPPED" in codes(run, skipped)
+
+
+def test_every_drawn_receipt_is_accounted_for(run: RunManifest, log: Log) -> None:
+    """One drawn receipt at a time ends otherwise; each end has its own sum."""
+    first = next(entry for entry in log if is_verdict(entry, recomputed=True))
+    plain = audit_draws(run, log, Report())
+
+    def ended(*instead: LogEntry) -> DrawAudit:
+        return audit_draws(run, _renumbered([*log[: first.index], *instead, *log[first.index + 1 :]]), Report())
+
+    receipt = first.body["receipt_id"]
+    node = next(entry.body["node_id"] for entry in log if entry.body.get("receipt_id") == receipt)
+    ban = {"node_id": node, "code": "E_BANNED", "reason": "so", "receipt_id": None, "until_ms": None}
+    for counts, name in (
+        (ended(), "undecided"), (ended(LogEntry(0, 0, "set-aside", {"receipt_id": receipt})), "drawn_set_aside"),
+        (ended(LogEntry(0, 0, "banned", ban)), "drawn_void"),
+        (ended(LogEntry(0, 0, "verdict", {**first.body, "tiers": ["T0"]})), "drawn_skipped"),
+        (ended(LogEntry(0, 0, "verdict", {**first.body, "outcome": "fail", "tiers": ["T0"]})), "drawn_failed"),
+    ):
+        assert_accounted(counts)
+        assert counts.drawn == plain.drawn
+        assert getattr(counts, name) == getattr(plain, name) + 1, name
+        assert counts.drawn_recomputed == plain.drawn_recomputed - 1
+        assert ("PASSED WITHOUT IT" in counts.words()) == (name == "drawn_skipped")
 
 
 def test_a_bundle_recomputed_on_a_false_pretext(run: RunManifest, log: Log) -> None:
