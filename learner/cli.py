@@ -178,7 +178,9 @@ def plot_command(
     from learner.disk import write_file
     from learner.journal import Journal
     from learner.plot import page
+    from protocol.paths import check_output_file
 
+    check_output_file("--out", out, [("--work", work)])
     lines = Journal(work).metrics()
     write_file(out, page(lines, f"learner in {work.resolve().name}: {len(lines)} versions").encode())
     print(f"{len(lines)} versions in {out}")

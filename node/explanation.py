@@ -55,7 +55,9 @@ class Explanation:
             f"kept      {'the same receipt is in receipts.jsonl' if self.receipt_kept else 'not in receipts.jsonl'}",
             f"log       {'receipt and verdicts are in it' if self.in_log else f'NOT shown: {self.log_fault}'}",
         ]
-        lines += [f"verdict   {v.outcome} {v.code or '-'} by {v.verifier_id[:16]}" for v in self.verdicts]
+        for verdict in self.verdicts:
+            ended = verdict.outcome if verdict.code is None else f"{verdict.outcome} {verdict.code}"
+            lines.append(f"verdict   {ended} by {verdict.verifier_id[:16]}")
         for finding in self.failures:
             place = "" if finding.position is None else f" (sample {finding.sample}, position {finding.position})"
             lines += [f"check     {finding.check}{place}", f"expected  {finding.expected}", f"got       {finding.got}"]

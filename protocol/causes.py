@@ -85,6 +85,9 @@ ADVICE: Final[dict[str, str]] = {
     "E_WRONG_KEY": "Check that --root is the root key of this run: it stands in the run's join link.",
     "E_EVIDENCE": "Get the evidence file again: /v1/evidence/RECEIPT of the coordinator.",
     "E_LEASE_INCOHERENT": "Ask the operator: leases and receipts are signed by the coordinator, not by the node.",
+    "E_LOG_FILE": "Download the log again: assay audit log URL --root HEX --save FILE.",
+    "E_UNREACHABLE": "Check the address, and that the coordinator is up; then try again.",
+    "E_FILE": "Check the name, its permissions and the free space.",
     "E_USAGE": "See assay audit --help.",
 }
 

@@ -22,6 +22,7 @@ from protocol.envelope import Envelope
 from protocol.errors import E_TOO_LARGE, PeerFault, code
 from protocol.identity import public_key_of
 from protocol.log_entry import MAX_ENTRY_BYTES, LogEntry
+from protocol.paths import replacing
 
 E_LOG_FILE = code("E_LOG_FILE", "a log file is malformed")
 
@@ -65,15 +66,17 @@ class LogFile:
 
 
 def write(path: Path, root_public_key: bytes, run_manifest: Envelope, head: str, entries: Iterable[LogEntry]) -> None:
-    """Write a log file; an existing one is replaced once the new one is whole."""
-    temporary = path.with_name(f"{path.name}.part")
+    """Write a log file; an existing one is replaced once the new one is whole.
+
+    Raises:
+        LocalFault: ``E_FILE``; and whatever ``entries`` raises.
+    """
     header = {"format": FORMAT, "root_public_key": root_public_key.hex(), "run_manifest": run_manifest.to_dict()}
-    with temporary.open("wb") as file:
+    with replacing(path) as file:
         for value in (header, {"head": head}):
             file.write(canonical.encode(value) + b"\n")
         for entry in entries:
             file.write(entry.data + b"\n")
-    temporary.replace(path)
 
 
 def _object(file: BinaryIO, keys: set[str]) -> dict[str, Any]:

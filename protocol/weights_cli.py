@@ -265,9 +265,12 @@ def export(
 
     Progress goes to standard error: a bar on a terminal, JSON lines otherwise.
     """
+    from protocol.paths import check_output_folder
     from protocol.weights.progress import Progress
     from protocol.weights.way import cheapest_way
 
+    mirrors = [Path(place.removeprefix("dir:")) for place in mirror or [] if place.startswith("dir:")]
+    check_output_folder("--out", out, [("--cache", cache.expanduser()), *(("--mirror", path) for path in mirrors)])
     with _catalogue(coordinator, root) as catalogue, _pool(coordinator, mirror, cache) as pool:
         manifest = catalogue.manifest_at(version)
         way = cheapest_way(catalogue.links[: manifest.version + 1], None, catalogue.teller.skips)

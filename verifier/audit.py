@@ -27,6 +27,15 @@ from verifier.tokens import Rewards
 
 
 @dataclass(frozen=True)
+class IgnoredVerdict:
+    """A verdict in the evidence that counts for nothing."""
+
+    signers: tuple[str, ...]  #: key ids that it claims to be signed by
+    code: str
+    why: str  #: what is wrong with it
+
+
+@dataclass(frozen=True)
 class Audit:
     """The end of an offline audit and what it was about."""
 
@@ -36,7 +45,7 @@ class Audit:
     node_id: str
     lease: Lease
     verdicts: tuple[Verdict, ...]  #: of the run's verifiers, as found in the evidence
-    verdicts_ignored: int  #: others in the evidence, which no verifier of the run signed
+    ignored: tuple[IgnoredVerdict, ...]  #: others in the evidence; they had no part in the judgement
     in_log: bool  #: the file shows receipt and verdicts in the run's log
     recomputed: bool  #: False when no checkpoint was given, so that T2 was left out
     profile: str | None = None  #: engine profile that the commitment claims; None when it does not open
@@ -45,10 +54,17 @@ class Audit:
 
     @property
     def first_failure(self) -> Finding | None:
-        """The first failed finding that names a place, else the first failed one."""
+        """Of the failed findings the one with the first place (sample, then position), else the first failed one."""
         failed = [finding for finding in self.judgement.findings if not finding.ok]
         placed = [finding for finding in failed if finding.position is not None]
-        return next(iter(placed or failed), None)
+        if placed:
+            return min(placed, key=lambda finding: (finding.sample or 0, finding.position or 0))
+        return next(iter(failed), None)
+
+    @property
+    def verdicts_ignored(self) -> int:
+        """How many verdicts in the evidence count for nothing."""
+        return len(self.ignored)
 
 
 def read_evidence(data: bytes, root: bytes | None) -> tuple[Evidence, RunManifest]:
@@ -89,13 +105,13 @@ def audit(evidence: Evidence, run: RunManifest, material: Material) -> Audit:
             rewards = _Rewards(run, material, model_dir)
         judgement = Session(run, book, rewards, shelf).judge([submission])[0]
         residuals = shelf.residuals
-    signed = list(_verdicts(evidence, run))
+    signed, ignored = _verdicts(evidence, run)
     verdicts = tuple(verdict for _, verdict in signed)
     log = Report()
     check_log(evidence, run, signed, log)
     return Audit(
         log.before(judgement), run, evidence.root_public_key.hex(), key_id(evidence.node_public_key), lease, verdicts,
-        len(evidence.verdicts) - len(verdicts), evidence.log is not None and log.clean, recomputed,
+        ignored, evidence.log is not None and log.clean, recomputed,
         _claimed_profile(evidence), evidence.bundle, residuals,
     )
 
@@ -163,15 +179,26 @@ def _check_bundle(evidence: Evidence) -> None:
         )
 
 
-def _verdicts(evidence: Evidence, run: RunManifest) -> list[tuple[Envelope, Verdict]]:
-    """Verdicts in the evidence that a verifier of the run signed; others are dropped."""
-    found = []
+def _verdicts(
+    evidence: Evidence, run: RunManifest
+) -> tuple[list[tuple[Envelope, Verdict]], tuple[IgnoredVerdict, ...]]:
+    """Verdicts in the evidence that a verifier of the run signed, and why the others are ignored."""
+    keys = {key_id(bytes.fromhex(key)): key for key in run.roles.verifiers}
+    found, ignored = [], []
     for envelope in evidence.verdicts:
-        for key in run.roles.verifiers:
-            if key_id(bytes.fromhex(key)) not in envelope.signatures:
-                continue
-            try:
-                found.append((envelope, Verdict.open(envelope, key, run_id=run.run_id)))
-            except AssayError:
-                continue
-    return found
+        try:
+            found.append((envelope, _open_verdict(envelope, keys, run)))
+        except AssayError as error:
+            ignored.append(IgnoredVerdict(tuple(envelope.signatures), error.code, error.message))
+    return found, tuple(ignored)
+
+
+def _open_verdict(envelope: Envelope, keys: dict[str, str], run: RunManifest) -> Verdict:
+    """A verdict signed by one of the keys; raises as ``Verdict.open``."""
+    fault: AssayError = PeerFault(E_WRONG_KEY, "signed by nobody whom the run names as a verifier")
+    for name in keys.keys() & envelope.signatures.keys():
+        try:
+            return Verdict.open(envelope, keys[name], run_id=run.run_id)
+        except AssayError as error:
+            fault = error
+    raise fault

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from protocol.errors import E_USAGE, AssayError, LocalFault, PeerFault
+from protocol.errors import E_USAGE, LocalFault
+from protocol.paths import Named, check_input_file, check_input_folder, check_output_file
+from verifier.audit_exit import leave
 from verifier.audit_group import AuditGroup
 
-#: Exit codes; 2 is also what a wrong call gives.
-EXIT: Final = {"pass": 0, "fail": 1, "usage": 2, "malformed": 3, "inconclusive": 4}
 _HEX_KEY: Final = 64
 _EPILOG: Final = """\b
 Examples:
@@ -36,27 +34,23 @@ Root = Annotated[str | None, typer.Option(help="Root public key of the run that 
 Source = Annotated[str, typer.Argument(help="The coordinator's address, or a log file.")]
 Remember = Annotated[
     Path | None,
-    typer.Option(
-        dir_okay=False, help="Remember the head in this file; the next audit checks that the log has only grown since."
-    ),
+    typer.Option(help="Remember the head in this file; the next audit checks that the log has only grown since."),
 ]
 
 
 @app.command("file", epilog=_EPILOG)
 def file_command(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="An evidence file.")],
+    file: Annotated[Path, typer.Argument(help="An evidence file.")],
     checkpoint: Annotated[
         list[Path] | None,
-        typer.Option(
-            exists=True, file_okay=False, help="A model folder of one version, or the run's object store. May repeat."
-        ),
+        typer.Option(help="A model folder of one version, or the run's object store. May repeat."),
     ] = None,
     data: Annotated[
-        list[Path] | None, typer.Option(exists=True, dir_okay=False, help="A task's data file. May repeat.")
+        list[Path] | None, typer.Option(help="A task's data file. May repeat.")
     ] = None,
     root: Root = None,
     html: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write one self-contained page with every token's residual.")
+        Path | None, typer.Option(help="Write one self-contained page with every token's residual.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -65,7 +59,7 @@ def file_command(
     Runs every check that the file and the checkpoints allow: signatures, log, structure, replay of every draw, reward,
     recomputation with the model. Without --checkpoint the model's part is left out.
     """
-    _exit("submission", as_json, lambda: _audit(file, checkpoint or [], data or [], root, html, as_json))
+    leave("submission", as_json, lambda: _audit(file, checkpoint or [], data or [], root, html, as_json))
 
 
 @app.command("log", epilog="Example: assay audit log http://HOST:8700 --root HEX --remember run.head")
@@ -75,10 +69,10 @@ def log_command(
     remember: Remember = None,
     against: Annotated[
         list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="A head seen elsewhere, or an evidence file. May repeat."),
+        typer.Option(help="A head seen elsewhere, or an evidence file. May repeat."),
     ] = None,
     receipt: Annotated[list[str] | None, typer.Option(help="A receipt id that must be in it. May repeat.")] = None,
-    save: Annotated[Path | None, typer.Option(dir_okay=False, help="Download the log to this file.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Download the log to this file.")] = None,
     whole: Annotated[bool, typer.Option("--all", help="Read every entry instead of asking for proofs.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -88,7 +82,7 @@ def log_command(
     """
     from verifier import log_cli
 
-    _exit("log", as_json, lambda: log_cli.audit(
+    leave("log", as_json, lambda: log_cli.audit(
         source, _root_key(root), remember, against or [], receipt or [], save, whole=whole, as_json=as_json
     ))
 
@@ -102,7 +96,7 @@ def run_command(source: Source, root: Root = None, remember: Remember = None, as
     """
     from verifier import log_cli
 
-    _exit("run", as_json, lambda: log_cli.audit_run(source, _root_key(root), remember, as_json=as_json))
+    leave("run", as_json, lambda: log_cli.audit_run(source, _root_key(root), remember, as_json=as_json))
 
 
 @app.command("explain", epilog="Example: assay audit explain E_HEAD_KL")
@@ -116,22 +110,19 @@ def explain_command(
         print(explain(what, as_json=as_json))
         return "pass"
 
-    _exit("explanation", as_json, show)
-
-
-def _exit(kind: str, as_json: bool, audit: Callable[[], str]) -> None:
-    """Run an audit and leave with the exit code of its outcome."""
-    try:
-        outcome = audit()
-    except AssayError as error:
-        outcome = "malformed" if isinstance(error, PeerFault) else "usage" if error.code == E_USAGE else "inconclusive"
-        _show_error(kind, outcome, error, as_json)
-    raise typer.Exit(EXIT[outcome])
+    leave("explanation", as_json, show)
 
 
 def _audit(
     file: Path, checkpoints: list[Path], data: list[Path], root: str | None, html: Path | None, as_json: bool
 ) -> str:
+    inputs: list[Named] = [
+        ("the evidence", file), *(("--checkpoint", path) for path in checkpoints), *(("--data", path) for path in data)
+    ]
+    for name, path in inputs:
+        (check_input_folder if name == "--checkpoint" else check_input_file)(name, path)
+    if html is not None:
+        check_output_file("--html", html, inputs)
     from verifier.audit import audit as run_audit
     from verifier.audit import read_evidence
     from verifier.audit_report import submission_json
@@ -163,12 +154,3 @@ def _root_key(root: str | None) -> bytes | None:
     if len(root) != _HEX_KEY or len(key) * 2 != _HEX_KEY:
         raise LocalFault(E_USAGE, "--root is not a public key", expected=f"{_HEX_KEY} hex digits", got=root[:80])
     return key
-
-
-def _show_error(kind: str, outcome: str, error: AssayError, as_json: bool) -> None:
-    if as_json:
-        from verifier.audit_report import error_json
-
-        print(error_json(kind, outcome, error))
-    else:
-        print(f"{outcome}: {error}", file=sys.stderr)

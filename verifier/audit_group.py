@@ -1,12 +1,23 @@
-"""``assay audit FILE`` and ``assay audit VERB``: a command group whose first word may be left out."""
+"""``assay audit FILE`` and ``assay audit VERB``: a command group whose first word may be left out.
+
+A wrong call ends like every other error of an audit: with a code, and as JSON when that was asked for.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
+import typer
 from typer.core import TyperGroup
 
+from protocol.errors import E_USAGE, LocalFault
+from verifier.audit_exit import EXIT, show_error
+
 _HELP: Final = frozenset({"--help", "-h"})
+#: Verb -> kind of its report.
+KINDS: Final = {"file": "submission", "log": "log", "run": "run", "explain": "explanation"}
+#: What a wrong call raises; typer exports its descendants only.
+_WrongCall: Final[Any] = typer.BadParameter.__mro__[1]
 
 
 class AuditGroup(TyperGroup):
@@ -18,8 +29,23 @@ class AuditGroup(TyperGroup):
         """Put the default command in when the first word is none of ours."""
         if args and args[0] not in self.commands and args[0] not in _HELP:
             args = [self.default, *args]
+        ctx.meta["assay.audit.words"] = tuple(args)
         parsed: list[str] = super().parse_args(ctx, args)
         return parsed
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; words that do not fit it are an ``E_USAGE``."""
+        words = ctx.meta["assay.audit.words"]
+        try:
+            return super().invoke(ctx)
+        except _WrongCall as error:
+            verb = words[0] if words else self.default
+            fault = LocalFault(
+                E_USAGE, error.format_message().rstrip("."), expected=f"what `{ctx.command_path} {verb} --help` says",
+                got=" ".join(words[1:])[:200] or "nothing",
+            )
+            show_error(KINDS.get(verb, "submission"), fault, "--json" in words)
+            raise typer.Exit(EXIT["usage"]) from None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Our own options, those of the default command, then the commands."""

@@ -18,6 +18,7 @@ from protocol.causes import likely_causes
 from protocol.errors import AssayError
 from protocol.head import behaviour_logprobs
 from protocol.messages import Profile
+from protocol.paths import replacing
 from protocol.rollout import NO_CODE, Rollout
 from protocol.tokenizer import Tokenizer
 from verifier.audit import Audit
@@ -40,7 +41,9 @@ def write_page(
     pinned: bool,
 ) -> None:
     """Write the page of an audit."""
-    path.write_text(render(result, file, checkpoints, data, material, pinned=pinned), encoding="utf-8")
+    page = render(result, file, checkpoints, data, material, pinned=pinned)
+    with replacing(path) as output:
+        output.write(page.encode())
 
 
 def render(

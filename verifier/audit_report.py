@@ -28,6 +28,7 @@ def submission_json(result: Audit, file: Path, *, pinned: bool) -> str:
         "findings": [finding.model_dump(mode="json") for finding in judgement.findings],
         "verdicts": [verdict.model_dump(mode="json") for verdict in result.verdicts],
         "verdicts_ignored": result.verdicts_ignored,
+        "ignored": [{"signers": list(one.signers), "code": one.code, "why": one.why} for one in result.ignored],
     })
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from protocol.causes import likely_causes
 from protocol.messages import Finding
-from verifier.audit import Audit
+from verifier.audit import Audit, IgnoredVerdict
 
 _STYLE = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
 
@@ -32,18 +32,29 @@ def print_audit(result: Audit, file: Path, checkpoints: list[Path], data: list[P
     )
     console.print(findings_table(result.judgement.findings))
     for verdict in result.verdicts:
-        say(f"verdict in the file: {verdict.outcome} {verdict.code or ''} by {verdict.verifier_id[:16]}")
-    if result.verdicts_ignored:
-        say(f"{result.verdicts_ignored} verdict(s) in the file ignored: not signed by a verifier of the run")
+        say(f"verdict in the file: {ended(verdict.outcome, verdict.code)} by {verdict.verifier_id[:16]}")
+    for one in result.ignored:
+        say(f"verdict in the file IGNORED ({one.code}): {one.why}; it claims to be by {' '.join(_short(one))}")
+    if result.ignored:
+        say("The outcome below rests on this audit's own checks, not on what was ignored.")
     if not result.in_log:
         say("The file does not show that receipt and verdicts are in the run's log.")
     if not result.recomputed:
         say("The model was not asked (T2) and the reward not recomputed: give --checkpoint for that.")
     style = _STYLE[judgement.outcome]
     reached = f"after {', '.join(judgement.tiers)}" if judgement.tiers else "before any tier was complete"
-    say(f"[{style}]{judgement.outcome.upper()}[/] {judgement.code or ''} {reached}")
+    say(f"[{style}]{judgement.outcome.upper()}[/]{ended('', judgement.code)} {reached}")
     _print_failure(say, result)
     say(f"again: {escape(command(result, file, checkpoints, data))}")
+
+
+def ended(outcome: str, code: str | None) -> str:
+    """An outcome with its code, where it has one."""
+    return outcome if code is None else f"{outcome} {code}"
+
+
+def _short(verdict: IgnoredVerdict) -> list[str]:
+    return [signer[:16] for signer in verdict.signers] or ["nobody"]
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:

@@ -82,16 +82,20 @@ def calibrate(
     """
     from protocol.clock import SystemClock
     from protocol.identity import Identity
+    from protocol.paths import check_output_file, replacing
     from verifier.calibrate import make_record, measure_files
     from verifier.calibration_table import print_record
     from verifier.material import Material
 
     files = sorted(file for path in evidence for file in (path.rglob("*.evidence") if path.is_dir() else [path]))
+    inputs = [("the evidence", file) for file in files] + [("--checkpoint", folder) for folder in checkpoint]
+    check_output_file("--out", out, [*inputs, ("--key", key)])
     identity, material = Identity.load(key), Material.of(checkpoint)
     measured = None
     for number, measured in enumerate(measure_files(files, bytes.fromhex(root), profile, material, threads), start=1):
         print(f"\r{number} of {len(files)} files, {len(measured.residuals)} rollouts", end="", flush=True)
     print()
     record = make_record(measured, profile, identity, SystemClock().now_ms(), headroom=headroom)
-    out.write_bytes(record.sign(identity).to_bytes())
+    with replacing(out) as file:
+        file.write(record.sign(identity).to_bytes())
     print_record(record, out)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from protocol.errors import code
 from protocol.messages import Profile, RouteRules
 from protocol.statistics import RolloutStatistics
-from verifier.findings import RolloutFault
+from verifier.findings import RolloutFault, counted
 
 E_HEAD_KL = code("E_HEAD_KL", "a rollout's committed heads are on average too far from what the checkpoint computes")
 E_TOKEN_KL = code("E_TOKEN_KL", "one committed head is too far from what the checkpoint computes")
@@ -95,7 +95,11 @@ class Measurement:
 def measure(
     residuals: Sequence[Residuals], profile: Profile, routes: RouteRules | None = None
 ) -> list[Measurement]:
-    """Steps 1 to 8 of the recomputation, and 10 with routes, each over all rollouts; the worst rollout is named."""
+    """Steps 1 to 8 of the recomputation, and 10 with routes, each over all rollouts.
+
+    What was got names the worst place; a fault is placed at the first one that is beyond the limit, in the bundle's
+    order of rollouts, and says so in words where the two differ.
+    """
     margin = profile.max_margin_micro * 1e-6
     found = [_mean_check(residuals, profile.max_mean_kl_nano * 1e-9)]
     # Two entries that are each off by the limit can change places by twice as much.
@@ -112,15 +116,14 @@ def measure(
 def _mean_check(residuals: Sequence[Residuals], limit: float) -> Measurement:
     worst = max(residuals, key=lambda r: r.mean_kl)
     expected = f"mean <= {limit:.3g} nats"
-    got = f"{worst.mean_kl:.3g} over {np.count_nonzero(worst.stochastic)} stochastic tokens of sample {worst.sample}"
-    fault = None
-    if not worst.mean_kl <= limit:
-        above = np.flatnonzero(~(worst.kl_T <= limit) & worst.stochastic)
-        fault = RolloutFault(
-            E_HEAD_KL, "mean divergence of the heads", sample=worst.sample, position=int(above[0]), expected=expected,
-            got=got,
-        )
-    return Measurement("1 mean divergence", expected, got, fault)
+    tokens = counted(int(np.count_nonzero(worst.stochastic)), "stochastic token")
+    got = f"worst {worst.mean_kl:.3g} over {tokens} of sample {worst.sample}"
+    beyond = [r for r in residuals if not r.mean_kl <= limit]
+    if not beyond:
+        return Measurement("1 mean divergence", expected, got, None)
+    first = beyond[0]
+    position = int(np.flatnonzero(~(first.kl_T <= limit) & first.stochastic)[0])
+    return _failed("1 mean divergence", E_HEAD_KL, expected, got, first.sample, position)
 
 
 def _worst_check(
@@ -133,10 +136,17 @@ def _worst_check(
     if worst == -np.inf:
         return Measurement(name, expected, "nothing to check", None)
     got = f"worst {worst:.3g} at position {int(np.nanargmax(worst_T))} of sample {sample}"
-    fault = None
-    if worst > limit:
-        first = int(np.flatnonzero(worst_T > limit)[0])
-        fault = RolloutFault(code_, name.partition(" ")[2], sample=sample, position=first, expected=expected, got=got)
+    beyond = [(number, np.flatnonzero(found_T > limit)) for number, found_T in values]
+    first = next(((number, int(found[0])) for number, found in beyond if len(found)), None)
+    if first is None:
+        return Measurement(name, expected, got, None)
+    return _failed(name, code_, expected, got, *first)
+
+
+def _failed(name: str, code_: str, expected: str, worst: str, sample: int, position: int) -> Measurement:
+    """A check that does not hold, placed at the first token beyond its limit."""
+    got = f"{worst}; first beyond it: position {position} of sample {sample}"
+    fault = RolloutFault(code_, name.partition(" ")[2], sample=sample, position=position, expected=expected, got=got)
     return Measurement(name, expected, got, fault)
 
 

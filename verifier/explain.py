@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from protocol.causes import advice, likely_causes
-from protocol.errors import E_NOT_FOUND, E_USAGE, LocalFault
+from protocol.errors import E_USAGE, LocalFault
+from protocol.evidence import MAGIC
+from protocol.paths import E_FILE
 
 #: Parts of the system whose codes are known; their sources lie beside this package and are read, not imported.
 _PARTS: Final = ("protocol", "verifier", "coordinator", "node", "learner")
@@ -18,17 +21,31 @@ _CODE: Final = re.compile(r"E_[A-Z0-9_]{2,60}")
 _MAX_REPORT_BYTES: Final = 64 * 2**20
 
 
+_JSON_NAMES: Final = {
+    list: "list", str: "text", int: "number", float: "number", bool: "truth value", type(None): "null", dict: "object",
+}
+#: What an explanation needs of a report.
+_REPORT: Final[dict[str, Callable[[Any], bool]]] = {
+    "kind": lambda value: isinstance(value, str), "outcome": lambda value: isinstance(value, str),
+    "code": lambda value: value is None or isinstance(value, str), "findings": lambda value: isinstance(value, list),
+}
+
+
 def explain(what: str, *, as_json: bool) -> str:
     """An explanation of a code, or of the JSON report in a file.
 
     Raises:
-        LocalFault: ``E_USAGE`` for what is neither; ``E_NOT_FOUND`` for a code that nobody registers.
+        LocalFault: ``E_USAGE`` for what is neither, and for a code that nobody registers.
     """
     path = Path(what)
     report = _report(path) if path.is_file() else None
     name = what.upper() if report is None else report["code"]
     if report is None and not _CODE.fullmatch(name):
-        raise LocalFault(E_USAGE, "neither a code nor a report", expected="E_... or a file of --json", got=what[:80])
+        raise LocalFault(
+            E_USAGE, "neither a code nor a report", expected="E_... or a file with what --json printed",
+            got=f"the folder {what[:80]}" if path.is_dir() else what[:80],
+            hint="the code stands in the last line of an audit; docs/errors.md lists all",
+        )
     found = None if name is None else _explanation(name)
     if as_json:
         return json.dumps(found if report is None else {"report": _gist(report), "explanation": found}, indent=2)
@@ -44,7 +61,11 @@ def meanings() -> dict[str, str]:
 def _explanation(name: str) -> dict[str, Any]:
     meaning = meanings().get(name)
     if meaning is None:
-        raise LocalFault(E_NOT_FOUND, "no such code", got=name, hint="docs/errors.md lists all codes")
+        near = difflib.get_close_matches(name, meanings(), n=3, cutoff=0.5)
+        raise LocalFault(
+            E_USAGE, "no such code", expected=f"perhaps {' or '.join(near)}" if near else "a code of docs/errors.md",
+            got=name[:80], hint="docs/errors.md lists all codes",
+        )
     return {"code": name, "meaning": meaning, "likely_causes": list(likely_causes(name)), "what_to_do": advice(name)}
 
 
@@ -56,21 +77,49 @@ def _lines(found: dict[str, Any]) -> list[str]:
 
 
 def _report(path: Path) -> dict[str, Any]:
+    """The report in a file.
+
+    Raises:
+        LocalFault: ``E_USAGE`` when it holds something else; ``E_FILE`` when it cannot be read.
+    """
+    wrong = None
     try:
-        if path.stat().st_size > _MAX_REPORT_BYTES:
-            raise ValueError("too large")
-        report = json.loads(path.read_text(encoding="utf-8"))
-        if report["schema"] != "assay.audit" or not isinstance(report["findings"], list):
-            raise ValueError("another schema")
-        if not (report["code"] is None or isinstance(report["code"], str)):
-            raise ValueError("a code that is no text")
-        _told(report)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise LocalFault(
-            E_USAGE, f"{path} is no report of an audit", expected="what assay audit --json printed",
-            got=str(error)[:120],
-        ) from None
-    return dict(report)
+        data = b"" if path.stat().st_size > _MAX_REPORT_BYTES else path.read_bytes()
+        report = json.loads(data)
+        wrong = _strange(report)
+    except OSError as error:
+        raise LocalFault(E_FILE, f"cannot read {path}", got=error.strerror) from None
+    except (ValueError, RecursionError):
+        wrong = _kind_of(data)
+    if wrong is None:
+        return dict(report)
+    hint = "audit it first: assay audit FILE --json > report.json" if data.startswith(MAGIC) else None
+    raise LocalFault(
+        E_USAGE, f"{path} is no report of an audit", expected="what assay audit --json printed", got=wrong, hint=hint
+    )
+
+
+def _kind_of(data: bytes) -> str:
+    """What a file holds that is no JSON."""
+    if not data:
+        return f"an empty file, or one over {_MAX_REPORT_BYTES} bytes"
+    return "an evidence file" if data.startswith(MAGIC) else f"no JSON: it begins with {data[:24]!r}"
+
+
+def _strange(report: Any) -> str | None:
+    """What keeps a JSON value from being a report; None when nothing does."""
+    if not isinstance(report, dict):
+        return f"a JSON {_JSON_NAMES[type(report)]}"
+    if report.get("schema") != "assay.audit":
+        keys = ", ".join(str(key) for key in list(report)[:8])
+        return f"a JSON object of another schema, with the keys {keys[:200]}" if keys else "an empty JSON object"
+    for name, fits in _REPORT.items():
+        if name not in report or not fits(report[name]):
+            return f"{name} is missing" if name not in report else f"{name} is a JSON {_JSON_NAMES[type(report[name])]}"
+    for number, finding in enumerate(report["findings"]):
+        if not isinstance(finding, dict) or not {"check", "ok", "expected", "got"} <= finding.keys():
+            return f"finding {number} has not the keys check, ok, expected, got"
+    return None
 
 
 def _gist(report: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +138,7 @@ def _told(report: dict[str, Any]) -> list[str]:
     ]
     for finding in gist["failed"]:
         placed = finding.get("position") is not None
-        place = f" (sample {finding['sample']}, position {finding['position']})" if placed else ""
+        place = f" (sample {finding.get('sample')}, position {finding['position']})" if placed else ""
         lines.append(f"  {finding['check']}{place}: expected {finding['expected']}, got {finding['got']}")
     return lines
 

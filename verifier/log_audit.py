@@ -25,6 +25,11 @@ _SLACK_MS: Final = 300_000
 _SHOWN: Final = 16
 
 
+def entries(number: int) -> str:
+    """A number of log entries in words."""
+    return "1 entry" if number == 1 else f"{number} entries"
+
+
 @dataclass(frozen=True)
 class KnownHead:
     """A head that was seen before or elsewhere."""
@@ -101,19 +106,19 @@ def audit_log(source: LogSource, run: RunManifest, known: Sequence[KnownHead], *
     head = open_head(source.head, run)
     known_heads = [(item, open_head(item.note, run)) for item in known]
     report = Report()
-    report.note("G.1 head", "signed by the coordinator", f"{head.size} entries under {head.root.hex()[:_SHOWN]}")
+    report.note("G.1 head", "signed by the coordinator", f"{entries(head.size)} under {head.root.hex()[:_SHOWN]}")
     reader = LogReader(source, head, [other.size for _, other in known_heads])
     if whole:
         report.attempt(
             "G.2 entries", f"{head.size}, in their places, under the head", lambda: _read_all(reader), node=True,
-            got=lambda _: f"{reader.size} entries",
+            got=lambda _: entries(reader.size),
         )
     conflicts = []
     for item, other in known_heads:
         found = report.attempt(
-            "G.3 only grown", f"since {item.name}: {other.size} entries under {other.root.hex()[:_SHOWN]}",
+            "G.3 only grown", f"since {item.name}: {entries(other.size)} under {other.root.hex()[:_SHOWN]}",
             lambda other=other: _grown(source, reader, other, head, whole=whole), node=True,  # type: ignore[misc]
-            got=lambda added: f"{added} entries added",
+            got=lambda added: f"{entries(added)} added",
         )
         if found is None and report.findings[-1].code in (E_LOG_FORK, E_LOG_ROLLBACK):
             conflicts.append(item.note)
@@ -132,7 +137,7 @@ def check_receipt(source: LiveLog, audit: LogAudit, receipt_id: str) -> None:
         return len(proof.entries)
 
     audit.report.attempt(
-        "G.4 receipt", f"{receipt_id} in the log", steps, node=True, got=lambda count: f"{count} entries on it"
+        "G.4 receipt", f"{receipt_id} in the log", steps, node=True, got=lambda count: f"{entries(count)} on it"
     )
 
 

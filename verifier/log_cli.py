@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +15,14 @@ from protocol.causes import likely_causes
 from protocol.client import CoordinatorClient
 from protocol.clock import SystemClock
 from protocol.errors import E_USAGE, E_WRONG_KEY, LocalFault, PeerFault
+from protocol.log_entry import LogEntry
 from protocol.messages import RunManifest
+from protocol.paths import Named, check_input_file, check_output_file, replacing
 from protocol.signed_note import MAX_NOTE_BYTES
 from verifier.audit_report import log_json
-from verifier.audit_table import findings_table
+from verifier.audit_table import ended, findings_table
 from verifier.draw_audit import DrawAudit, audit_draws
-from verifier.log_audit import KnownHead, LogAudit, LogReader, audit_log, check_fresh, check_receipt
+from verifier.log_audit import KnownHead, LogAudit, LogReader, audit_log, check_fresh, check_receipt, entries
 from verifier.log_source import FileLog, LiveLog, LogSource
 
 #: Longest time one question to the coordinator takes, retries included, in seconds.
@@ -34,6 +35,7 @@ def audit(
     *, whole: bool, as_json: bool,
 ) -> str:
     """``assay audit log``; the outcome."""
+    _check_paths(where, remember, against, save)
     with _open(where) as source:
         run, pinned = _run_of(source, root)
         if receipts and not isinstance(source, LiveLog):
@@ -51,12 +53,13 @@ def audit(
     if as_json:
         print(log_json("log", result, where))
     else:
-        _print(result, f"{result.head.size} entries under {result.head.root.hex()}")
+        _print(result, f"{entries(result.head.size)} under {result.head.root.hex()}")
     return result.outcome
 
 
 def audit_run(where: str, root: bytes | None, remember: Path | None, *, as_json: bool) -> str:
     """``assay audit run``; the outcome."""
+    _check_paths(where, remember, [], None)
     with _open(where) as source:
         run, _ = _run_of(source, root)
         result = audit_log(source, run, _known(remember, []), whole=True)
@@ -71,16 +74,43 @@ def audit_run(where: str, root: bytes | None, remember: Path | None, *, as_json:
     return result.outcome
 
 
+def _check_paths(where: str, remember: Path | None, against: list[Path], save: Path | None) -> None:
+    """What is read is there; what is written overwrites nothing that is read, nor the other."""
+    inputs: list[Named] = [("--against", path) for path in against]
+    for name, path in inputs:
+        check_input_file(name, path)
+    if not _is_address(where):
+        inputs.append(("the log", Path(where)))
+        check_input_file("the log", Path(where))
+    if save is not None:
+        check_output_file("--save", save, inputs)
+        inputs.append(("--save", save))
+    if remember is None:
+        return
+    check_output_file("--remember", remember, inputs)
+    if remember.exists() and _is_evidence(remember):
+        raise LocalFault(
+            E_USAGE, "--remember would overwrite evidence", expected="a head that was remembered, or a new file",
+            got=str(remember), hint="compare with the head in an evidence file by --against",
+        )
+
+
+def _is_address(where: str) -> bool:
+    return where.startswith(("http://", "https://"))
+
+
+def _is_evidence(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(evidence_file.MAGIC)) == evidence_file.MAGIC
+
+
 @contextmanager
 def _open(where: str) -> Iterator[LogSource]:
-    if where.startswith(("http://", "https://")):
+    if _is_address(where):
         with CoordinatorClient(where, None, deadline_s=_DEADLINE_S) as client:
             yield LiveLog(client)
         return
-    path = Path(where)
-    if not path.is_file():
-        raise LocalFault(E_USAGE, "no such log", expected="http://HOST:PORT or a log file", got=where)
-    yield FileLog(path)
+    yield FileLog(Path(where))
 
 
 def _run_of(source: LogSource, root: bytes | None) -> tuple[RunManifest, bytes]:
@@ -125,20 +155,20 @@ def _head_in(path: Path) -> str:
 
 def _save(path: Path, source: LogSource, result: LogAudit, root: bytes) -> None:
     reader = LogReader(source, result.head)
-    log_file.write(path, root, source.run_manifest, result.note, reader)
-    reader.check()
+
+    def checked() -> Iterator[LogEntry]:
+        yield from reader
+        reader.check()  # before the file takes the place of an older one
+
+    log_file.write(path, root, source.run_manifest, result.note, checked())
 
 
 def _finish(result: LogAudit, remember: Path | None) -> None:
     """Remember the head, but never one that contradicts the one remembered."""
     if remember is None or result.outcome != "pass":
         return
-    temporary = remember.with_name(f"{remember.name}.part")
-    with temporary.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(result.note)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(remember)
+    with replacing(remember) as file:
+        file.write(result.note.encode())
 
 
 def _print(result: LogAudit, summary: str) -> None:
@@ -146,7 +176,7 @@ def _print(result: LogAudit, summary: str) -> None:
     console.print(f"run  {result.run.name} ({result.run.run_id})", soft_wrap=True, markup=False)
     console.print(findings_table(result.report.findings))
     console.print(summary, soft_wrap=True, markup=False)
-    console.print(f"[{_STYLE[result.outcome]}]{result.outcome.upper()}[/] {result.code or ''}", soft_wrap=True)
+    console.print(f"[{_STYLE[result.outcome]}]{result.outcome.upper()}[/]{ended('', result.code)}", soft_wrap=True)
     for cause in likely_causes(result.code):
         console.print(f"  - {cause}", soft_wrap=True, markup=False)
     if result.conflicts:

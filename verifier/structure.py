@@ -19,7 +19,7 @@ from protocol.messages import Commitment, Lease, Receipt, RunManifest
 from protocol.rollout import Bundle, Finish, Rollout, Segment, prompt_digest
 from protocol.sampler import check_head
 from verifier.checkpoints import CheckpointBook
-from verifier.findings import Report, RolloutFault
+from verifier.findings import Report, RolloutFault, counted
 from verifier.states import E_VERSION_MISSING
 from verifier.submission import Opened, Submission
 
@@ -94,7 +94,7 @@ def _open_bundle(
     return report.attempt(
         "T0.3 bundle decodes", "lengths, segments and sizes within the limits",
         lambda: bundles.decode(submission.bundle, run.sampling), node=True,
-        got=lambda bundle: f"{len(bundle.rollouts)} rollouts in {len(submission.bundle)} bytes",
+        got=lambda bundle: f"{counted(len(bundle.rollouts), 'rollout')} in {len(submission.bundle)} bytes",
     )
 
 
@@ -175,7 +175,7 @@ def _check_counts(opened: Opened) -> str:
     expected = (commitment.rollouts, commitment.tokens, commitment.object_bytes)
     if got != expected:
         raise PeerFault(E_COUNTS, "rollouts, tokens, bytes differ from the commitment", expected=expected, got=got)
-    return f"{got[0]} rollouts, {got[1]} tokens, {got[2]} bytes"
+    return f"{counted(got[0], 'rollout')}, {counted(got[1], 'token')}, {got[2]} bytes"
 
 
 def _check_root(opened: Opened) -> str:
@@ -209,13 +209,14 @@ def _check_end(opened: Opened, rollout: Rollout) -> None:
     if ends and ends[0] != length - 1:
         raise RolloutFault(
             E_EOS_GRAMMAR, "tokens after the end of sequence", sample=rollout.sample, position=ends[0],
-            expected="nothing after EOS", got=f"{length - 1 - ends[0]} tokens",
+            expected="nothing after EOS", got=counted(length - 1 - ends[0], "token"),
         )
     finish = Finish.EOS if ends else Finish.LENGTH
     if rollout.finish != finish or (finish == Finish.LENGTH and length != rules.max_new_tokens):
         raise RolloutFault(
             E_EOS_GRAMMAR, "the completion stops without a reason", sample=rollout.sample, position=length - 1,
-            expected=f"EOS, or {rules.max_new_tokens} tokens", got=f"{rollout.finish.name} after {length} tokens",
+            expected=f"EOS, or {counted(rules.max_new_tokens, 'token')}",
+            got=f"{rollout.finish.name} after {counted(length, 'token')}",
         )
 
 

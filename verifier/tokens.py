@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from protocol.errors import PeerFault, code
 from protocol.messages import Lease, RunManifest
@@ -11,11 +12,14 @@ from protocol.rollout import Finish, Rollout
 from protocol.sampler import replay
 from protocol.tasks import Task, make_task
 from protocol.tokenizer import Tokenizer
-from verifier.findings import Report, RolloutFault
+from verifier.findings import Report, RolloutFault, counted
 from verifier.submission import Opened
 
 E_REPLAY = code("E_REPLAY", "a token is not the one that its committed head and the seed select")
 E_PROMPT = code("E_PROMPT", "the lease's prompt is not the one that the task makes for its group")
+
+
+_SAME: Final = "0 tokens differ"
 
 
 class Rewards:
@@ -65,7 +69,7 @@ class Rewards:
 
 def check_tokens(opened: Opened, report: Report) -> None:
     """Step T1.1: every token of every rollout is the one that its head and the seed select."""
-    report.attempt("T1.1 sampler replay", "0 tokens differ", lambda: _replay(opened), node=True)
+    report.attempt("T1.1 sampler replay", _SAME, lambda: _replay(opened), node=True)
 
 
 def check_rewards(opened: Opened, rewards: Rewards, report: Report) -> tuple[int, ...]:
@@ -73,7 +77,7 @@ def check_rewards(opened: Opened, rewards: Rewards, report: Report) -> tuple[int
     lease = opened.lease
     report.attempt(
         "T1.2 prompt", f"the task's for group {lease.group}", lambda: rewards.check_prompt(lease), node=False,
-        got=lambda _: f"the same {len(lease.prompt_tokens)} tokens",
+        got=lambda _: f"the same {counted(len(lease.prompt_tokens), 'token')}",
     )
     found = report.attempt(
         "T1.3 rewards", "recomputed from the text",
@@ -89,6 +93,6 @@ def _replay(opened: Opened) -> str:
         if wrong is not None:
             raise RolloutFault(
                 E_REPLAY, "not the token that head and seed select", sample=rollout.sample, position=wrong,
-                expected=f"0 of {len(rollout)} tokens differ", got=f"token {rollout.tokens[wrong]} at position {wrong}",
+                expected=_SAME, got=f"token {rollout.tokens[wrong]} at position {wrong} of sample {rollout.sample}",
             )
-    return f"0 of {sum(map(len, opened.bundle.rollouts))}"
+    return f"0 of {counted(sum(map(len, opened.bundle.rollouts)), 'token')} differ"

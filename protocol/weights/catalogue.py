@@ -12,6 +12,7 @@ from typing import Final, Protocol
 from protocol.envelope import Envelope
 from protocol.errors import E_OBJECT_HASH, E_STORE, E_USAGE, AssayError, LocalFault, PeerFault
 from protocol.messages import CheckpointHead, CheckpointManifest, ChunkRef, RunManifest
+from protocol.paths import replacing
 from protocol.weights.damage import Damage, damages, leaves_of
 from protocol.weights.follower import CheckpointFollower
 from protocol.weights.layout import Layout, State, write_safetensors
@@ -182,7 +183,7 @@ class Catalogue:
         """Write what ``follower`` holds as a Hugging Face folder: the run's model files and ``model.safetensors``.
 
         Raises:
-            LocalFault: ``E_STORE``, ``E_STATE`` when it cannot be written; ``E_OBJECT_HASH``.
+            LocalFault: ``E_STORE``, ``E_FILE``, ``E_STATE`` when it cannot be written; ``E_OBJECT_HASH``.
             AssayError: a model file cannot be had.
         """
         written = []
@@ -192,7 +193,8 @@ class Catalogue:
                 data = self.teller.fetch(sha256)
                 if hashlib.sha256(data).hexdigest() != sha256:
                     raise LocalFault(E_OBJECT_HASH, f"{name} is not the run's", expected=sha256)
-                (folder / name).write_bytes(data)
+                with replacing(folder / name) as file:
+                    file.write(data)
                 written.append(folder / name)
             draft, final = folder / "model.safetensors.new", folder / "model.safetensors"
             about = {"assay_run": self.run.run_id, "assay_version": str(follower.version)}

@@ -65,6 +65,9 @@ def _json(*arguments: str) -> tuple[int, dict]:
 def test_honest_work_passes_with_a_store(world, write, honest):
     code, found = _json(write(honest), "--checkpoint", str(world.store.path))
     assert code == 0
+    text = RUNNER.invoke(app, [write(honest)]).stdout
+    assert "PASS after T0, T1\n" in text
+    assert "T1.1 sampler replay" in text
     assert (found["outcome"], found["code"], found["tiers"]) == ("pass", None, ["T0", "T1", "T2"])
     assert found["recomputed"] is True
     assert len(found["rewards_micro"]) == 4
@@ -98,6 +101,20 @@ def test_an_edited_token_needs_no_model(world, write):
     assert (code, found["code"]) == (1, "E_REPLAY")
     assert found["first_failure"]["position"] is not None
     assert found["likely_causes"]
+    replayed = next(finding for finding in found["findings"] if finding["check"].startswith("T1.1"))
+    assert replayed["expected"] == "0 tokens differ"  # as where it holds
+    assert f"at position {replayed['position']} of sample {replayed['sample']}" in replayed["got"]
+
+
+def test_places_of_a_report_agree_with_its_words(world, write):
+    """Every failed check says in words where it first fails; the first of these places is the report's."""
+    _, found = _json(write(BY_NAME["int8 weights"](world, world.lease())), "--checkpoint", str(world.store.path))
+    failed = [finding for finding in found["findings"] if not finding["ok"]]
+    assert len(failed) > 2
+    for finding in failed:
+        assert finding["got"].endswith(f"position {finding['position']} of sample {finding['sample']}"), finding
+    first = found["first_failure"]
+    assert (first["sample"], first["position"]) == min((f["sample"], f["position"]) for f in failed)
 
 
 def test_a_version_that_is_not_there_is_inconclusive(world, write, honest):
@@ -153,14 +170,68 @@ def test_garbage_is_malformed(tmp_path):
     assert "E_EVIDENCE" in result.stderr
 
 
-def test_wrong_calls(tmp_path, write, honest):
+WRONG_CALLS = [
+    ("MISSING", "no such file"), ("EMPTY", "is a folder"), ("FILE --checkpoint MISSING", "no such folder"),
+    ("FILE --checkpoint EMPTY", "holds no checkpoint"), ("FILE --checkpoint FILE", "is a file"),
+    ("FILE --data MISSING", "no such file"), ("FILE --data EMPTY", "is a folder"), ("FILE --html EMPTY", "is a folder"),
+    ("FILE --html MISSING/x.html", "does not exist"), ("FILE --html FILE", "overwrite the evidence"),
+    ("FILE --data DATA --html DATA", "overwrite --data"), ("FILE --html EMPTY/../one.evidence", "overwrite"),
+    ("FILE --root abc", "not a public key"), ("FILE --nope", "No such option"), ("FILE --html", "requires"),
+    ("FILE more", "unexpected"), ("log MISSING", "no such file"), ("log EMPTY", "is a folder"), ("log", "Missing"),
+    ("log http://host", "whose log"), ("log FILE --against MISSING", "no such file"),
+    ("log FILE --save FILE", "overwrite the log"), ("log FILE --remember FILE", "overwrite the log"),
+    ("log DATA --save NEW --remember NEW", "overwrite --save"), ("log DATA --remember FILE", "overwrite evidence"),
+    ("log DATA --against FILE --save FILE", "overwrite --against"), ("run MISSING", "no such file"),
+    ("run FILE --remember FILE", "overwrite the log"), ("run FILE --save NEW", "No such option"),
+    ("explain E_NOPE", "no such code"), ("explain nonsense", "neither"), ("explain EMPTY", "neither"),
+    ("explain FILE", "no report"), ("explain", "Missing"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG_CALLS, ids=[words for words, _ in WRONG_CALLS])
+def test_a_wrong_call_is_an_error_of_ours_and_changes_nothing(tmp_path, monkeypatch, write, honest, words, message):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "data").write_text("data")
+    names = {"FILE": write(honest), "DATA": str(tmp_path / "data"), "EMPTY": str(tmp_path / "empty"),
+             "MISSING": str(tmp_path / "missing"), "NEW": str(tmp_path / "new")}
+    for name, path in names.items():
+        words = words.replace(name, path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    first, *others = words.split()
+    result = RUNNER.invoke(app, [first, "--json", *others])
+    code, found = result.exit_code, json.loads(result.stdout)
+    kind = {"log": "log", "run": "run", "explain": "explanation"}.get(words.split()[0], "submission")
+    assert (code, found["outcome"], found["code"], found["kind"]) == (2, "usage", "E_USAGE", kind)
+    assert message in found["message"]
+    assert all(found[key] for key in ("expected", "got", "hint"))
+    result = RUNNER.invoke(app, words.split())
+    assert result.exit_code == 2
+    assert result.stderr.startswith("usage: E_USAGE: ")
+    assert not result.stdout
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_link_to_the_evidence_is_no_place_for_the_page(tmp_path, write, honest):
     path = write(honest)
-    assert RUNNER.invoke(app, [str(tmp_path / "missing")]).exit_code == 2
-    assert RUNNER.invoke(app, [path, "--checkpoint", str(tmp_path / "missing")]).exit_code == 2
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert RUNNER.invoke(app, [path, "--checkpoint", str(empty)]).exit_code == 2
-    assert RUNNER.invoke(app, [path, "--root", "abc"]).exit_code == 2
+    link = tmp_path / "page.html"
+    link.symlink_to(path)
+    assert _json(path, "--html", str(link))[1]["message"] == "--html would overwrite the evidence"
+    assert Path(path).read_bytes()[:5] != b"<!doc"
+
+
+def test_malformed_files_say_what_to_do(tmp_path, write, honest):
+    path = write(honest)
+    bent = bytearray(Path(path).read_bytes())
+    bent[bent.index(b'"lease"')] ^= 1
+    for name, data in (("garbage", b"\0" * 100), ("bent", bytes(bent))):
+        (tmp_path / name).write_bytes(data)
+        code, found = _json(str(tmp_path / name))
+        assert (code, found["outcome"]) == (3, "malformed")
+        assert "get the evidence" in found["hint"].lower()
+    code, found = _json(path, "--root", "00" * 32)
+    assert (code, found["code"]) == (3, "E_WRONG_KEY")
+    assert "--root" in found["hint"]
 
 
 def test_verdicts_of_the_runs_verifiers_are_shown(world, write, honest):
@@ -171,9 +242,20 @@ def test_verdicts_of_the_runs_verifiers_are_shown(world, write, honest):
         lease_id=world.lease().lease_id, receipt_sha256=honest.receipt.digest, outcome="pass", code=None, tiers=["T0"],
         findings=[], samples=[], rewards_micro=[], tokens=0, issued_at_ms=0,
     )
-    _, found = _json(write(honest, verdicts=(verdict.sign(VERIFIER), verdict.sign(identity("liar")))))
+    envelope = verdict.sign(VERIFIER)
+    bent = replace(envelope, payload=envelope.payload.replace(b'"pass"', b'"fail"'))
+    path = write(honest, verdicts=(envelope, verdict.sign(identity("liar")), bent))
+    _, found = _json(path)
     assert [shown["outcome"] for shown in found["verdicts"]] == ["pass"]
-    assert found["verdicts_ignored"] == 1
+    assert found["verdicts_ignored"] == 2
+    assert [one["code"] for one in found["ignored"]] == ["E_WRONG_KEY", "E_SIGNATURE"]
+    assert [one["signers"] for one in found["ignored"]] == [[identity("liar").id], [VERIFIER.id]]
+    text = RUNNER.invoke(app, [path, "--html", str(Path(path).with_suffix(".html"))]).stdout
+    assert f"verdict in the file: pass by {VERIFIER.id[:16]}\n" in text
+    assert text.count("IGNORED (E_") == 2
+    assert "own checks" in text
+    page = Path(path).with_suffix(".html").read_text(encoding="utf-8")
+    assert page.count("A verdict in the file was ignored (E_") == 2
 
 
 def test_a_receipt_is_not_required(write, honest):
@@ -324,12 +406,24 @@ def test_a_report_is_explained(world, write, tmp_path):
 
 
 def test_what_cannot_be_explained(tmp_path):
-    assert RUNNER.invoke(app, ["explain", "E_NO_SUCH_CODE"]).exit_code == 4
-    assert RUNNER.invoke(app, ["explain", "nonsense"]).exit_code == 2
-    for text in ("{", "[]", '{"schema": "assay.audit", "findings": [1], "code": null}', "\xff"):
+    assert "E_HEAD_KL" in _json("explain", "E_HED_KL")[1]["expected"]
+    head = '"schema": "assay.audit", "kind": "log", "outcome": "pass"'
+    for text, words in (
+        ("{", "no JSON"), ("", "empty"), ("[]", "a JSON list"), ("3", "a JSON number"), ('"x"', "a JSON text"),
+        ("null", "a JSON null"), ('{"a": 1}', "another schema"), ('{"schema": []}', "another schema"),
+        ("{" + head + "}", "code is missing"), ("{" + head + ', "code": 3, "findings": []}', "code is a JSON number"),
+        ("{" + head + ', "code": null, "findings": {}}', "findings is a JSON object"),
+        ("{" + head + ', "code": null, "findings": [1]}', "finding 0"),
+        ("{" + head + ', "code": null, "findings": [{"ok": 1}]}', "finding 0"), ("\xff", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+    ):
         path = tmp_path / "report.json"
         path.write_bytes(text.encode("latin-1"))
-        assert RUNNER.invoke(app, ["explain", str(path)]).exit_code == 2
+        code, found = _json("explain", str(path))
+        assert (code, found["code"]) == (2, "E_USAGE")
+        assert words in found["got"], (text[:40], found["got"])
+        assert "indices" not in found["got"]
+        assert "subscriptable" not in found["got"]
 
 
 def test_help_names_options_and_verbs():
