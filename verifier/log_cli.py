@@ -35,7 +35,7 @@ def audit(
     *, whole: bool, as_json: bool,
 ) -> str:
     """``assay audit log``; the outcome."""
-    _check_paths(where, remember, against, save)
+    _check_call(where, root, remember, against, save)
     with _open(where) as source:
         run, pinned = _run_of(source, root)
         if receipts and not isinstance(source, LiveLog):
@@ -59,7 +59,7 @@ def audit(
 
 def audit_run(where: str, root: bytes | None, remember: Path | None, *, as_json: bool) -> str:
     """``assay audit run``; the outcome."""
-    _check_paths(where, remember, [], None)
+    _check_call(where, root, remember, [], None)
     with _open(where) as source:
         run, _ = _run_of(source, root)
         result = audit_log(source, run, _known(remember, []), whole=True)
@@ -74,8 +74,15 @@ def audit_run(where: str, root: bytes | None, remember: Path | None, *, as_json:
     return result.outcome
 
 
-def _check_paths(where: str, remember: Path | None, against: list[Path], save: Path | None) -> None:
+def _check_call(
+    where: str, root: bytes | None, remember: Path | None, against: list[Path], save: Path | None
+) -> None:
     """What is read is there; what is written overwrites nothing that is read, nor the other."""
+    if _is_address(where) and root is None:
+        raise LocalFault(
+            E_USAGE, "whose log should it be?", expected="--root HEX", got="no root key",
+            hint="the root public key stands in the run's join link (root=...)",
+        )
     inputs: list[Named] = [("--against", path) for path in against]
     for name, path in inputs:
         check_input_file(name, path)
@@ -122,11 +129,7 @@ def _run_of(source: LogSource, root: bytes | None) -> tuple[RunManifest, bytes]:
                 got=source.root_public_key.hex(),
             )
         root = source.root_public_key
-    if root is None:
-        raise LocalFault(
-            E_USAGE, "whose log should it be?", expected="--root HEX", got="no root key",
-            hint="the root public key stands in the run's join link (root=...)",
-        )
+    assert root is not None  # an address is asked only with a root key
     return RunManifest.open(source.run_manifest, root), root
 
 

@@ -46,6 +46,7 @@ class Material:
             else:
                 raise LocalFault(
                     E_USAGE, f"{folder} holds no checkpoint", expected="*.safetensors or an object store",
+                    got=", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "an empty folder",
                     hint="a run's object store is the folder 'store' of its coordinator",
                 )
         return cls(models, stores, files)
