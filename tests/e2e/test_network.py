@@ -172,6 +172,10 @@ def test_a_stranger_explains_every_draw_and_ban(story: Story) -> None:
     draws = json.loads(audit.stdout)["draws"]
     assert draws["bans"] == len(story.summary["cheaters"])
     assert draws["receipts"] > 0
+    assert draws["secret"] == 0  # of a finished run everybody can repeat every draw
+    assert draws["receipts"] == draws["drawn"] + draws["not_drawn"]
+    ends = ("drawn_recomputed", "drawn_failed", "drawn_void", "drawn_set_aside", "drawn_skipped", "undecided")
+    assert draws["drawn"] == sum(draws[end] for end in ends)
 
 
 def test_no_acknowledged_work_is_lost(story: Story, afterwards: Up) -> None:

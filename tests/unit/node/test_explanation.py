@@ -75,6 +75,7 @@ def test_work_that_passed_or_waits(world: World, node: FakeNode, home: Home) -> 
     found = explain(home, node.client, receipt.lease_id)
     assert (found.state, found.code, found.failures) == ("pass", None, [])
     assert "NOT" not in lines(found)
+    assert f"verdict   pass by {found.verdicts[0].verifier_id[:16]}" in lines(found)
     with pytest.raises(LocalFault, match="E_NOT_FOUND"):
         explain(home, node.client, "0" * 32)
 
