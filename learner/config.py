@@ -16,8 +16,8 @@ from learner.corrections import Centring, Inside, Level, Outside, Sign, Statisti
 from protocol.config import Config
 
 Preset = Literal[
-    "pg", "sc", "stable_reinforce", "is", "tis", "tis+sc", "mis", "mis+sc", "icepop", "ppo", "ppo+sc", "dapo",
-    "two_sided", "cispo", "gspo", "topr", "dppo", "m2po", "decoupled",
+    "pg", "sc", "stable_reinforce", "is", "tis", "tis+sc", "fresh_sc", "mis", "mis+sc", "icepop", "ppo", "ppo+sc",
+    "dapo", "two_sided", "cispo", "gspo", "topr", "dppo", "m2po", "decoupled",
 ]
 Aggregation = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
 Estimator = Literal["grpo", "grpo_mean", "rloo", "reinforce", "dr_grpo"]

@@ -99,8 +99,10 @@ PRESETS: Final[dict[str, Correction]] = {
     "is": Correction(),
     # Truncated importance sampling (Ionides 2008), used so by PipelineRL (2509.19128) and Olmo 3; C0 = 2, ageing.
     "tis": Correction(band=(0.0, 2.0), aged=True),
-    # The default regime: fresh tokens are only centred, staler ones are truncated and centred.
-    "tis+sc": Correction(band=(0.0, 2.0), aged=True, unit_at_lag_0=True, centring="topk"),
+    # The default: truncated and centred at every lag (docs/learning-experiments.md says why).
+    "tis+sc": Correction(band=(0.0, 2.0), aged=True, centring="topk"),
+    # As the default, but fresh tokens are only centred: their ratio is taken for 1.
+    "fresh_sc": Correction(band=(0.0, 2.0), aged=True, unit_at_lag_0=True, centring="topk"),
     # Masked importance sampling: tokens outside the band say nothing.
     "mis": Correction(band=(0.5, 5.0), outside="drop"),
     "mis+sc": Correction(band=(0.5, 5.0), outside="drop", centring="topk"),

@@ -164,7 +164,7 @@ def every_token(row: LossTokens, q_V: Tensor, lag: int, sign: float) -> LossToke
 
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("preset", ["sc", "tis+sc", "mis+sc", "ppo+sc", "two_sided", "decoupled"])
+@pytest.mark.parametrize("preset", ["sc", "tis+sc", "fresh_sc", "mis+sc", "ppo+sc", "two_sided", "decoupled"])
 def test_a_expected_centred_gradient_is_zero_for_constant_advantage(preset, lag, sign):
     """(a) Under q-hat, the sum over all drawn tokens of their gradients vanishes."""
     correction = with_centring(PRESETS[preset], "topk")
@@ -312,7 +312,7 @@ def test_hand_computed_case():
     """V = 3, head {0: .5}, tail .5, p = (.25, .25, .5), drawn 0, lag 0: m = (.5, 1/6, 1/3), gradient -(e_0 - m)."""
     logits = torch.tensor([[0.25, 0.25, 0.5]], dtype=torch.float64).log()
     tokens = hand_tokens()
-    correction = PRESETS["tis+sc"]
+    correction = PRESETS["fresh_sc"]
     grad, stats = logits_gradient(logits.clone(), tokens, rule_of(correction, tokens, torch.zeros(1)))
     torch.testing.assert_close(grad, torch.tensor([[-0.5, 1 / 6, 1 / 3]], dtype=torch.float64))
     assert stats.head_p_N.item() == pytest.approx(0.25)
@@ -399,9 +399,10 @@ def test_the_cap_ages_with_the_token():
     assert cap_of(0) == C0
 
 
-def test_lag_zero_is_only_centred_in_the_default_regime():
-    rule = token_rule(torch.tensor([0, 1]), torch.ones(2), PRESETS["tis+sc"])
-    assert rule.unit_N.tolist() == [True, False]
+@pytest.mark.parametrize(("preset", "unit"), [("tis+sc", [False, False]), ("fresh_sc", [True, False])])
+def test_whether_a_fresh_token_is_only_centred(preset, unit):
+    rule = token_rule(torch.tensor([0, 1]), torch.ones(2), PRESETS[preset])
+    assert rule.unit_N.tolist() == unit
     assert rule.centring == "topk"
 
 
