@@ -19,9 +19,10 @@ DIR ?= .demo/$(or $(MODEL),tiny)-$(shell date +%Y%m%d-%H%M%S)
 UP_FLAGS := $(if $(MODEL),--preset $(MODEL)) $(if $(SEED),--seed $(SEED)) $(if $(TASK),--task $(TASK)) $(if $(DATA),--data "$(abspath $(DATA))")
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
+ZOO_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow fuzz crash yardsticks bench check format lock clean
+.PHONY: help setup demo test test-slow fuzz crash zoo yardsticks bench check format lock clean
 
 help: ## This list.
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,6 +53,9 @@ yardsticks: $(STAMP) ## What needs TRL (330 MB) or TensorBoard: both go to .venv
 	$(VENV).yardsticks/bin/python -m pytest tests/unit/learner/test_losses_trl.py tests/unit/learner/test_views.py \
 	  $(PYTEST_FLAGS)
 	$(VENV).yardsticks/bin/python benchmarks/learner_speed.py $(BENCH_FLAGS)
+
+zoo: $(STAMP) ## Measure how soon each attack is caught and that no honest node is hurt; write docs/attack-zoo.md.
+	$(BIN)/python -m tests.adversary.report $(ZOO_FLAGS)
 
 bench: $(STAMP) ## Measure every claim and write docs/benchmarks.md: BENCH_FLAGS="--quick --only NAME"
 	$(BIN)/python benchmarks/report.py $(BENCH_FLAGS)

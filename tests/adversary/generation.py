@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,16 +20,16 @@ LogitsHook = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 @dataclass
-class _Row:
+class Row:
     """Columns of a rollout under construction."""
 
     sample: int
-    tokens: list[int]
-    lengths: list[int]
-    ids: list[int]
-    codes: list[int]
-    tails: list[int]
-    token_codes: list[int]
+    tokens: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    codes: list[int] = field(default_factory=list)
+    tails: list[int] = field(default_factory=list)
+    token_codes: list[int] = field(default_factory=list)
     finish: Finish | None = None
 
     def rollout(self, segments: Sequence[Segment]) -> Rollout:
@@ -54,7 +54,7 @@ def generate(
     logits_hook: LogitsHook | None = None,
 ) -> Bundle:
     """Decode all samples side by side with a KV cache; weights are swapped as ``segments`` say."""
-    rows = [_Row(sample, [], [], [], [], [], []) for sample in seeds]
+    rows = [Row(sample) for sample in seeds]
     # A dummy row keeps the batch above one, as an engine does.
     seeds_B = torch.stack([torch.from_numpy(seed_words(seed).view(np.int64)) for seed in [*seeds.values(), bytes(32)]])
     inputs_BL = torch.tensor([list(prompt)] * len(seeds_B))
@@ -73,14 +73,15 @@ def generate(
         drawn = sample_batch(logits_BV, seeds_B, torch.full((len(seeds_B),), position), rules)
         for index, row in enumerate(rows):
             if row.finish is None:
-                _record(row, drawn, index, rules)
+                record(row, drawn, index, rules)
         if all(row.finish is not None for row in rows):
             break
         inputs_BL = torch.cat([inputs_BL, drawn.tokens_B[:, None]], dim=1)
     return Bundle(tuple(row.rollout(segments) for row in rows))
 
 
-def _record(row: _Row, drawn, index: int, rules: SamplingRules) -> None:
+def record(row: Row, drawn, index: int, rules: SamplingRules) -> None:
+    """Note what was drawn for the row at ``index`` of the batch."""
     length = int(drawn.head_len_B[index])
     row.tokens.append(int(drawn.tokens_B[index]))
     row.lengths.append(length)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -56,43 +57,56 @@ EOS = 1
 PROFILE = TORCH_CPU_FP32
 
 
-LLAMA = LlamaConfig(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=0, eos_token_id=EOS,
-)
+def llama(positions: int) -> LlamaConfig:
+    """The usual model."""
+    return LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=positions, tie_word_embeddings=True, bos_token_id=0,
+        eos_token_id=EOS,
+    )
 
 
 def identity(name: str) -> Identity:
     return Identity(hashlib.sha256(name.encode()).digest())
 
 
-ROOT, COORDINATOR, LEARNER, VERIFIER, NODE = (
-    identity(name) for name in ("root", "coordinator", "learner", "verifier", "node")
+ROOT, COORDINATOR, LEARNER, VERIFIER, NODE, LIAR = (
+    identity(name) for name in ("root", "coordinator", "learner", "verifier", "node", "second verifier")
 )
 
 
 class World:
-    """Four published versions, one environment, one node; everything an attack needs to be set up honestly first."""
+    """Four published versions, one environment, one node; everything an attack needs to be set up honestly first.
+
+    Args:
+        seed: of the random weights and of the beacons, and so of every draw.
+        salt: for other beacons with the same weights.
+        positions: most inputs the model takes.
+        config: of the model; None: a small Llama.
+        changes: of the run manifest: fields of ``sampling``, ``batch``, ``audit``, or whole fields.
+    """
 
     def __init__(
-        self, folder: Path, *, max_new_tokens: int = 32, tie_rows: bool = False, versions: int = 4,
-        config: PreTrainedConfig | None = None, routes: RouteRules | None = None,
+        self, folder: Path, *, max_new_tokens: int = 32, tie_rows: bool = False, versions: int = 4, seed: int = 7,
+        salt: str = "", positions: int = 256, config: PreTrainedConfig | None = None,
+        routes: RouteRules | None = None, **changes: Any,
     ):
         torch.set_num_threads(1)
         self.folder = folder
         self.clock = FakeClock()
         self.store = DirectoryStore(folder / "store")
-        self.model_dir = _model_folder(folder / "model", config or LLAMA)
-        model = load_config_model(self.model_dir)
-        self.layout = _layout(model)
-        self.engine = ReferenceModel(model, self.layout)
-        self._honest: dict[str, Bundle] = {}
+        self._config = config or llama(positions)
+        self.rng, self._tie_rows, self._salt = np.random.default_rng(seed), tie_rows, salt.encode()
         self.states: list[State] = []
         self.checkpoints: list[tuple[CheckpointManifest, Envelope]] = []
-        rng = np.random.default_rng(7)
+        self._prepare_model()
+        model = load_config_model(self.model_dir)
+        self.engine = ReferenceModel(model, self.layout)
+        self._honest: dict[str, Bundle] = {}
+        self.keys = {NODE.id: NODE}
         for _ in range(versions):
-            self._publish(rng, tie_rows=tie_rows)
-        self.run = self._manifest(max_new_tokens, routes)
+            self.publish()
+        self.run = self._manifest(max_new_tokens, {"sampling": {"routes": routes}} | changes)
         self.run_envelope = self.run.sign(ROOT)
         self.book = CheckpointBook(self.run)
         self.book.add(envelope for _, envelope in self.checkpoints)
@@ -100,7 +114,7 @@ class World:
         self.ring = StateRing(self.layout, self.book, self.store.get)
         self.shelf = ModelShelf(self.model_dir, self.layout, self.ring)
         self.session = Session(self.run, self.book, self.rewards, self.shelf)
-        self.task = make_task(self.run.environments[0], None, RUN_ID)
+        self.task = make_task(self.run.environments[0], self.store.get, RUN_ID)
         self.tokenizer = Tokenizer.load(self.model_dir)
 
     @property
@@ -133,12 +147,12 @@ class World:
     def generate(
         self, lease: Lease, *, segments: Sequence[Segment] | None = None, states: Callable[[int], State] | None = None,
         seeds: dict[int, bytes] | None = None, prompt: Sequence[int] | None = None, logits_hook=None,
-        max_new_tokens: int | None = None,
+        max_new_tokens: int | None = None, **rules: int,
     ) -> Bundle:
-        """An honest bundle, unless a keyword says otherwise."""
+        """An honest bundle, unless a keyword says otherwise; ``rules`` replace those of the run."""
         limit = max_new_tokens or self.rules.max_new_tokens
         return generate(
-            self.engine, states or self.state, self.rules.model_copy(update={"max_new_tokens": limit}),
+            self.engine, states or self.state, self.rules.model_copy(update={"max_new_tokens": limit} | rules),
             prompt or lease.prompt_tokens, seeds or self.seeds(lease),
             segments or [Segment(0, lease.start_version)], logits_hook=logits_hook,
         )
@@ -149,12 +163,16 @@ class World:
             self._honest[lease.lease_id] = self.generate(lease)
         return self._honest[lease.lease_id]
 
+    def made(self, lease: Lease, bundle: Bundle) -> None:
+        """Take ``bundle`` for what an honest node makes of the lease."""
+        self._honest[lease.lease_id] = bundle
+
     def submission(
-        self, lease: Lease, bundle: Bundle, *, signer: Identity = NODE, data: bytes | None = None, drawn: bool = True,
-        **commitment: object,
+        self, lease: Lease, bundle: Bundle, *, signer: Identity | None = None, data: bytes | None = None,
+        drawn: bool = True, **commitment: object,
     ) -> Submission:
         """Commit, receive, hand over; keywords replace fields of the commitment."""
-        lease_envelope = lease.sign(COORDINATOR)
+        lease_envelope, signer = lease.sign(COORDINATOR), signer or self.keys.get(lease.node_id, NODE)
         data = bundles.encode(bundle) if data is None else data
         fields: dict[str, object] = {
             "run_id": RUN_ID, "node_id": lease.node_id, "lease_id": lease.lease_id,
@@ -198,34 +216,58 @@ class World:
 
     # -- setting up --------------------------------------------------------------------------------------------
 
-    def _publish(self, rng: np.random.Generator, *, tie_rows: bool) -> None:
-        new = _first_state(self.layout, rng) if not self.states else _next_state(self.states[-1], rng)
-        if tie_rows:
+    def _prepare_model(self) -> None:
+        """Sets ``model_dir`` and ``layout``."""
+        self.model_dir = _model_folder(self.folder / "model", self._config)
+        self.layout = _layout(load_config_model(self.model_dir))
+
+    def _next_state(self) -> State:
+        new = _next_state(self.states[-1], self.rng) if self.states else _first_state(self.layout, self.rng)
+        if self._tie_rows:
             new["model.embed_tokens.weight"][10:14] = new["model.embed_tokens.weight"][10]
+        return new
+
+    def publish(self) -> None:
+        """Make one more version."""
+        new, beacon = self._next_state(), self.rng.bytes(32)
         version = publish(
             self.store, LEARNER, RUN_ID, self.layout, self.checkpoints[-1] if self.states else None,
             self.states[-1] if self.states else None, new, anchor=not self.states, clock=self.clock,
-            beacon=rng.bytes(32).hex(),
+            beacon=hashlib.sha256(self._salt + beacon).hexdigest() if self._salt else beacon.hex(),
         )
         self.states.append(new)
         self.checkpoints.append((version.manifest, version.envelope))
         self.clock.advance(1)
 
-    def _manifest(self, max_new_tokens: int, routes: RouteRules | None) -> RunManifest:
-        files = {path.name: self.store.put(path.read_bytes()) for path in self.model_dir.iterdir()}
+    def _rules(self, max_new_tokens: int) -> SamplingRules:
+        return SamplingRules(
+            steps_per_nat=256, head_size=16, head_max_code=3_537, swap_grid=8, max_new_tokens=max_new_tokens,
+            eos_token_ids=[EOS], vocab_size=VOCAB,
+        )
+
+    def _environments(self) -> list[Environment]:
+        return [Environment(name="sort", kind="sort", params={"order": "ascending"})]
+
+    def _manifest(self, max_new_tokens: int, changes: dict[str, Any]) -> RunManifest:
+        files = {
+            path.name: self.store.put(path.read_bytes()) for path in self.model_dir.iterdir()
+            if path.suffix != ".safetensors"
+        }
+        self.store.put(self.layout.to_bytes())
+        parts = {
+            "sampling": self._rules(max_new_tokens),
+            "batch": BatchRules(groups_per_batch=2, group_size=8, samples_per_lease=4, max_lag_versions=3),
+            "audit": AuditPolicy(), "profiles": [PROFILE],
+        }
+        for name, change in changes.items():
+            parts[name] = parts[name].model_copy(update=change) if isinstance(change, dict) else change
         return RunManifest(
             run_id=RUN_ID, name="adversary", created_at_ms=0, expires_at_ms=self.clock.now_ms() + 10**9,
             model=ModelSpec(name="tiny", layout_sha256=self.layout.sha256, files=files),
-            environments=[Environment(name="sort", kind="sort", params={"order": "ascending"})],
-            sampling=SamplingRules(
-                steps_per_nat=256, head_size=16, head_max_code=3_537, swap_grid=8, max_new_tokens=max_new_tokens,
-                eos_token_ids=[EOS], vocab_size=VOCAB, routes=routes,
-            ),
-            batch=BatchRules(groups_per_batch=2, group_size=8, samples_per_lease=4, max_lag_versions=3),
-            audit=AuditPolicy(), profiles=[PROFILE],
+            environments=self._environments(), **parts,
             roles=Roles(
                 coordinator=COORDINATOR.public_key.hex(), learner=LEARNER.public_key.hex(),
-                verifiers=[VERIFIER.public_key.hex()],
+                verifiers=[VERIFIER.public_key.hex(), LIAR.public_key.hex()],
             ),
         )
 
@@ -243,17 +285,17 @@ def quantised(state: State, bits: int = 8) -> State:
     for name, words in cheap.items():
         if words.ndim != 2:
             continue
-        values = _from_bits(words)
+        values = from_bits(words)
         scale = np.abs(values).max(axis=1, keepdims=True) / (2 ** (bits - 1) - 1)
-        cheap[name] = _to_bits(np.rint(values / scale) * scale)
+        cheap[name] = to_bits(np.rint(values / scale) * scale)
     return cheap
 
 
-def _from_bits(words: np.ndarray) -> np.ndarray:
+def from_bits(words: np.ndarray) -> np.ndarray:
     return (words.astype(np.uint32) << 16).view(np.float32)
 
 
-def _to_bits(values: np.ndarray) -> np.ndarray:
+def to_bits(values: np.ndarray) -> np.ndarray:
     return torch.from_numpy(values.astype(np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16).copy()
 
 
@@ -262,7 +304,7 @@ def _first_state(layout: Layout, rng: np.random.Generator) -> State:
     for entry in layout.entries:
         one_dimensional = len(entry.shape) == 1
         values = np.ones(entry.shape) if one_dimensional else rng.normal(0, 0.3, entry.shape)
-        state[entry.name] = _to_bits(values)
+        state[entry.name] = to_bits(values)
     return state
 
 
@@ -271,8 +313,8 @@ def _next_state(state: State, rng: np.random.Generator) -> State:
     new = copy_state(state)
     for name, words in new.items():
         if words.ndim == 2:
-            values = _from_bits(words)
-            new[name] = _to_bits(values * (1 + 0.02 * rng.normal(size=values.shape)))
+            values = from_bits(words)
+            new[name] = to_bits(values * (1 + 0.02 * rng.normal(size=values.shape)))
     return new
 
 

@@ -1,0 +1,275 @@
+"""Fixtures whose catch is a matter of chance or of sums: draws, the learner's screen, calibrated profiles, replicas."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from learner.admission import Admission
+from learner.batch import TrainingGroup, make_batch
+from learner.config import LearnerConfig
+from learner.screen import screen_message
+from learner.trainer import Trainer
+from node.unit import Unit
+from protocol.messages import Commitment, Finding, Lease, Receipt, Verdict
+from protocol.rollout import Bundle, Segment, SwapMode
+from tests.adversary import cheats
+from tests.adversary.attack import NoOpportunity
+from tests.adversary.bench import Bench, Catch, caught
+from tests.adversary.fixtures_bundles import MODEL
+from tests.adversary.pipeline import Cheat, NodeAtWork, Pipeline
+from tests.adversary.registry import fixture
+from tests.adversary.stacks import Stack
+from tests.adversary.world import LIAR, ROOT, RUN_ID, World, quantised
+from verifier.audit import audit, read_evidence
+from verifier.material import Material
+
+INT8 = cheats.weights(cheats.rounded(8))
+NODE_BF16 = Stack(dtype="bf16", batch=4)
+
+
+# -- 27, 28: draws ------------------------------------------------------------------------------------------
+
+
+@fixture(27, "int8 weights from a node that is audited at 5 %", "T3", *MODEL, weight=2)
+def at_the_floor(bench: Bench, seed: int) -> Catch:
+    """What a node that was honest for long meets: one bundle in twenty is recomputed."""
+    return bench.chase("floor", seed, INT8)
+
+
+def _guesses_undrawn(pipeline: Pipeline, lease: Lease) -> bool:
+    """What can be made of all that is public before the receipt: the key's digest, the lease."""
+    epochs = pipeline.client(None).get_object("/v1/epochs")["epochs"]
+    public = bytes.fromhex(epochs[0]["key_sha256"]) if epochs else b""
+    return hmac.new(public, lease.lease_id.encode(), hashlib.sha256).digest()[0] < 128
+
+
+@fixture(28, "int8 weights whenever the draw is guessed to miss, at 50 %", "T3", *MODEL)
+def guessing(bench: Bench, seed: int) -> Catch:
+    """A guess that knew anything would be caught less often than every second time."""
+    pipeline = bench.pipeline("half", seed)
+
+    def seal(world: World, unit: Unit, spooled: Any) -> Any:
+        if not _guesses_undrawn(pipeline, unit.lease):
+            raise NoOpportunity
+        bundle = world.generate(unit.lease, states=lambda version: quantised(world.state(version)))
+        made = world.submission(unit.lease, bundle)
+        return replace(spooled, commitment=Commitment.from_payload(made.commitment.payload), data=made.bundle)
+
+    return bench.chase("half", seed, Cheat(seal=seal))
+
+
+# -- T1': the learner's forward pass ------------------------------------------------------------------------
+
+
+@fixture(4, "int8 weights, nothing drawn, seen by the learner's screen", "T1'", *MODEL, weight=2)
+def screened(bench: Bench, seed: int) -> Catch:
+    """All bundles pass T0 and T1 and would be trained on; the learner's own forward pass sends them back."""
+    pipeline = bench.pipeline("undrawn", seed)
+    node = pipeline.node(f"screened {seed}", INT8)
+    others = [pipeline.node(f"honest {seed} {i}") for i in range(2)]
+    handed = [one for party in (node, *others, *others) for one in party.turn()]
+    pipeline.verify()
+    assert caught(pipeline, node) is None
+    _post_screen(pipeline, {party.key.id for party in (node, *others)}, seed)
+    pipeline.verify()
+    found = caught(pipeline, node)
+    honest, alarms = bench.honest(pipeline)
+    alarms += sum(party.banned for party in others)
+    honest += sum(one.rollouts for one in handed) - sum(one.rollouts for one in node.handed)
+    if found is None:
+        return Catch(False, None, "nobody", honest=honest, alarms=alarms)
+    return replace(found, where="T1'", honest=honest, alarms=alarms)
+
+
+def _post_screen(pipeline: Pipeline, nodes: set[str], number: int) -> None:
+    """What a learner's step reports. Rewards are made up so that each group has a signal: the screen ignores them."""
+    world, learner, version = pipeline.world, pipeline.learner, pipeline.shown
+    groups = [g for g in learner.admitted(4096) if {s.node_id for s in g.samples} <= nodes]
+    admission = Admission(world.run, {v: world.checkpoints[v][0].beacon for v in range(version + 1)})
+    training = []
+    for group in groups:
+        objects = {s.object_sha256: learner.fetch(s.object_sha256) for s in group.samples}
+        admitted = admission.admit(group, objects, version)
+        rewarded = [replace(s, reward_micro=10**6 * (i % 2)) for i, s in enumerate(admitted.samples)]
+        training.append(TrainingGroup(admitted.group, admitted.prompt_tokens, tuple(rewarded)))
+    config = LearnerConfig()
+    torch.manual_seed(0)
+    trainer = Trainer.open(world.model_dir, world.layout, world.state(version), config, world.rules)
+    metrics = trainer.train_step(make_batch(training, version, world.rules, config)).metrics
+    report = screen_message(RUN_ID, 1000 + number, metrics["nodes"], groups, pipeline.clock.now_ms())
+    learner.post_screen(report)
+
+
+# -- 19, 27, 29: sums under a calibrated profile --------------------------------------------------------------
+
+
+@fixture(27, "log-probabilities off by .0008 nats, inside every limit", "sum", "E_SUSPICION", weight=2)
+def under_the_limits(bench: Bench, seed: int) -> Catch:
+    """No single rollout fails; the sum over rollouts does."""
+    return bench.chase("calibrated", seed, cheats.hooked(cheats.tilt(0.0008)))
+
+
+@fixture(29, "int8 weights under the name of bf16", ("sum", "T3"), "E_SUSPICION", *MODEL, weight=2)
+def int8_as_bf16(bench: Bench, seed: int) -> Catch:
+    """The bf16 profile's limits are a thousand times wider; its null distribution is not."""
+    return bench.chase("calibrated", seed, replace(INT8, profile="torch-cpu-bf16"))
+
+
+@fixture(29, "int4 weights under the name of bf16", ("T3", "sum"), "E_SUSPICION", *MODEL, weight=2)
+def int4_as_bf16(bench: Bench, seed: int) -> Catch:
+    return bench.chase("calibrated", seed, replace(cheats.weights(cheats.rounded(4)), profile="torch-cpu-bf16"))
+
+
+# -- 30: replicas -------------------------------------------------------------------------------------------
+
+
+@fixture(30, "int8 weights, nothing drawn, the replica made by an honest node", "T3", *MODEL, weight=2)
+def lonely_replica(bench: Bench, seed: int) -> Catch:
+    """Not colluding: the first token that differs from the replica's settles it (T2')."""
+    return bench.chase("replicated", seed, INT8, after=bench.honest)
+
+
+@fixture(30, "int8 weights at both nodes, audited at 5 %", "T3", *MODEL, weight=2)
+def colluding(bench: Bench, seed: int) -> Catch:
+    """Their replicas agree, so that replication sees nothing: the draw does, as often as it would anyway."""
+    pipeline = bench.pipeline("collusion", seed)
+    pair = [pipeline.node(f"pair {seed} {i}", INT8) for i in range(2)]
+    found: Catch | None = None
+    for _ in range(400):
+        for node in pair:
+            node.turn()
+        pipeline.verify()
+        found = next((catch for node in pair if (catch := caught(pipeline, node)) is not None), None)
+        if found is not None:
+            break
+    honest, alarms = bench.honest(pipeline)
+    handed = [one for node in pair for one in node.handed]
+    rollouts, tokens = sum(one.rollouts for one in handed), sum(one.tokens for one in handed)
+    found = found or Catch(False, None, "nobody")
+    return replace(found, rollouts=rollouts, tokens=tokens, honest=honest, alarms=alarms)
+
+
+# -- 32: verifiers ------------------------------------------------------------------------------------------
+
+
+def _lie(pipeline: Pipeline, node: NodeAtWork, **changes: object) -> str:
+    """A verifier of the run says that an honest bundle fails; the receipt's id."""
+    handed = node.turn()
+    job = pipeline.claim(LIAR)
+    assert job is not None
+    receipt = Receipt.from_payload(job.receipt.payload)
+    finding = Finding(check="T1.1 sampler replay", ok=False, expected="0 of 1", got="1 of 1", code="E_REPLAY")
+    fields: dict[str, object] = {
+        "run_id": RUN_ID, "verifier_id": LIAR.id, "node_id": receipt.node_id, "lease_id": receipt.lease_id,
+        "receipt_sha256": job.receipt.digest, "outcome": "fail", "code": "E_REPLAY", "tiers": ["T0"],
+        "findings": [finding], "samples": [], "rewards_micro": [], "tokens": handed[0].tokens,
+        "issued_at_ms": pipeline.clock.now_ms(),
+    }
+    pipeline.client(LIAR).verdict(Verdict.model_validate(fields | changes))
+    return receipt.receipt_id
+
+
+@fixture(32, "a verifier fails an honest node", "audit")
+def lying_verifier(bench: Bench, seed: int) -> Catch:
+    """The run acts on it, but the evidence is public: anyone's audit passes where the signed verdict says fail."""
+    pipeline = bench.pipeline("liar", seed)
+    node = pipeline.node(f"slandered {seed}")
+    receipt_id = _lie(pipeline, node)
+    evidence, run = read_evidence(pipeline.learner.evidence(receipt_id), ROOT.public_key)
+    found = audit(evidence, run, Material.of([pipeline.world.store.path]))
+    lie = any(verdict.verifier_id == LIAR.id and verdict.outcome == "fail" for verdict in found.verdicts)
+    exposed = lie and found.judgement.outcome == "pass" and found.logged
+    pipeline.verify()
+    pipeline.admin("unban", node_id=node.key.id)
+    honest, alarms = bench.honest(pipeline)
+    return Catch(exposed, None, "audit", node.handed[0].rollouts, node.handed[0].tokens, honest, alarms)
+
+
+@fixture(32, "a failure of T2 that no second configuration confirmed", "door", "E_VERDICT")
+def unconfirmed(bench: Bench, seed: int) -> Catch:
+    from protocol.errors import AssayError
+
+    pipeline = bench.pipeline("liar", seed)
+    node = pipeline.node(f"half slandered {seed}")
+    code = None
+    try:
+        _lie(pipeline, node, tiers=["T0", "T1", "T2"], code="E_HEAD_KL")
+    except AssayError as error:
+        code = error.code
+    hurt = node.banned
+    pipeline.verify()
+    honest, alarms = bench.honest(pipeline)
+    return Catch(code is not None and not hurt, code, "door", node.handed[0].rollouts, node.handed[0].tokens, honest,
+                 alarms + node.banned)
+
+
+# -- what is not seen ---------------------------------------------------------------------------------------
+
+
+@fixture(5, "a checkpoint lag below the numeric noise", "T3", kind="limit", weight=2,
+         limit="weights of which one word in 5,000 differs by one unit in the last place")
+def lag_below_noise(bench: Bench, seed: int) -> Catch:
+    return bench.chase("single", seed, cheats.weights(cheats.few_words(2e-4)), most=4)
+
+
+@fixture(4, "int8 weights under the name of bf16, one short bundle", "sum", kind="limit", weight=2,
+         limit="mild quantisation inside a noisy profile's limits, before the sum over rollouts reaches its alarm")
+def quantised_in_a_short_sample(bench: Bench, seed: int) -> Catch:
+    """Four rollouts of 32 tokens: their evidence, at most 3 nats a rollout, cannot reach the alarm at 20.7."""
+    return bench.chase("calibrated", seed, replace(INT8, profile="torch-cpu-bf16"), most=1)
+
+
+@fixture(4, "int8 weights in bundles that are not drawn", "T3", kind="limit", weight=2,
+         limit="an undrawn bundle is not recomputed; the draw's odds (row 27), the screen and replicas deter")
+def undrawn(bench: Bench, seed: int) -> Catch:
+    return bench.chase("single undrawn", seed, INT8, most=4)
+
+
+@fixture(20, "lenient speculative decoding inside the noise", "T3", kind="limit", weight=2,
+         limit="draft tokens taken where .001 nats decide; measured: share of rollouts whose tokens that changes")
+def lenient_speculation(bench: Bench, seed: int) -> Catch:
+    """Log-probabilities of what a draft likes are raised by a fifth of the limit: near ties go the draft's way."""
+    changed = []
+
+    def seal(world: World, unit: Unit, spooled: Any) -> Any:
+        signs = 1.0 - 2.0 * (torch.arange(world.rules.vocab_size) % 2)
+        bundle = world.generate(unit.lease, logits_hook=lambda logits, _: logits + 0.001 * signs)
+        honest = world.honest(unit.lease)
+        changed.extend(a.tokens.tolist() != b.tokens.tolist()
+                       for a, b in zip(bundle.rollouts, honest.rollouts, strict=True))
+        made = world.submission(unit.lease, bundle)
+        return replace(spooled, commitment=Commitment.from_payload(made.commitment.payload), data=made.bundle)
+
+    found = bench.chase("new", seed, Cheat(seal=seal), most=4)
+    return replace(found, note=sum(changed) / len(changed))
+
+
+@fixture(31, "choosing the swap point to steer a draw", "T3", kind="limit", weight=2,
+         limit="any grid point after a version came out is lawful; measured: completions a node can choose among")
+def choosing_the_swap(bench: Bench, seed: int) -> Catch:
+    """All lawful swaps of a rollout are tried and the longest completion is handed in."""
+    choices: list[int] = []
+
+    def seal(world: World, unit: Unit, spooled: Any) -> Any:
+        start = unit.lease.start_version
+        ways = [[Segment(0, start)]] + [
+            [Segment(0, start), Segment(at, start + 1, mode)]
+            for at in range(world.rules.swap_grid, world.rules.max_new_tokens, world.rules.swap_grid)
+            for mode in SwapMode
+        ]
+        made = [world.generate(unit.lease, segments=way).rollouts for way in ways]
+        chosen = []
+        for options in zip(*made, strict=True):
+            choices.append(len({tuple(option.tokens.tolist()) for option in options}))
+            chosen.append(max(options, key=len))
+        submission = world.submission(unit.lease, Bundle(tuple(chosen)))
+        return replace(spooled, commitment=Commitment.from_payload(submission.commitment.payload),
+                       data=submission.bundle)
+
+    found = bench.chase("swaps", seed, Cheat(seal=seal), later=1, most=1)
+    return replace(found, note=sum(choices) / len(choices))
