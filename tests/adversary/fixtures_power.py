@@ -35,7 +35,7 @@ NODE_BF16 = Stack(dtype="bf16", batch=4)
 # -- 27, 28: draws ------------------------------------------------------------------------------------------
 
 
-@fixture(27, "int8 weights from a node that is audited at 5 %", "T3", *MODEL, weight=2)
+@fixture(27, "int8 weights from a node that is audited at 5 %", "T3", *MODEL)
 def at_the_floor(bench: Bench, seed: int) -> Catch:
     """What a node that was honest for long meets: one bundle in twenty is recomputed."""
     return bench.chase("floor", seed, INT8)
@@ -66,7 +66,7 @@ def guessing(bench: Bench, seed: int) -> Catch:
 # -- T1': the learner's forward pass ------------------------------------------------------------------------
 
 
-@fixture(4, "int8 weights, nothing drawn, seen by the learner's screen", "T1'", *MODEL, weight=2)
+@fixture(4, "int8 weights, nothing drawn, seen by the learner's screen", "T1'", *MODEL)
 def screened(bench: Bench, seed: int) -> Catch:
     """All bundles pass T0 and T1 and would be trained on; the learner's own forward pass sends them back."""
     pipeline = bench.pipeline("undrawn", seed)
@@ -108,19 +108,19 @@ def _post_screen(pipeline: Pipeline, nodes: set[str], number: int) -> None:
 # -- 19, 27, 29: sums under a calibrated profile --------------------------------------------------------------
 
 
-@fixture(27, "log-probabilities off by .0008 nats, inside every limit", "sum", "E_SUSPICION", weight=2)
+@fixture(27, "log-probabilities off by .0008 nats, inside every limit", "sum", "E_SUSPICION")
 def under_the_limits(bench: Bench, seed: int) -> Catch:
     """No single rollout fails; the sum over rollouts does."""
     return bench.chase("calibrated", seed, cheats.hooked(cheats.tilt(0.0008)))
 
 
-@fixture(29, "int8 weights under the name of bf16", ("sum", "T3"), "E_SUSPICION", *MODEL, weight=2)
+@fixture(29, "int8 weights under the name of bf16", ("sum", "T3"), "E_SUSPICION", *MODEL)
 def int8_as_bf16(bench: Bench, seed: int) -> Catch:
     """The bf16 profile's limits are a thousand times wider; its null distribution is not."""
     return bench.chase("calibrated", seed, replace(INT8, profile="torch-cpu-bf16"))
 
 
-@fixture(29, "int4 weights under the name of bf16", ("T3", "sum"), "E_SUSPICION", *MODEL, weight=2)
+@fixture(29, "int4 weights under the name of bf16", ("T3", "sum"), "E_SUSPICION", *MODEL)
 def int4_as_bf16(bench: Bench, seed: int) -> Catch:
     return bench.chase("calibrated", seed, replace(cheats.weights(cheats.rounded(4)), profile="torch-cpu-bf16"))
 
@@ -128,13 +128,13 @@ def int4_as_bf16(bench: Bench, seed: int) -> Catch:
 # -- 30: replicas -------------------------------------------------------------------------------------------
 
 
-@fixture(30, "int8 weights, nothing drawn, the replica made by an honest node", "T3", *MODEL, weight=2)
+@fixture(30, "int8 weights, nothing drawn, the replica made by an honest node", "T3", *MODEL)
 def lonely_replica(bench: Bench, seed: int) -> Catch:
     """Not colluding: the first token that differs from the replica's settles it (T2')."""
     return bench.chase("replicated", seed, INT8, after=bench.honest)
 
 
-@fixture(30, "int8 weights at both nodes, audited at 5 %", "T3", *MODEL, weight=2)
+@fixture(30, "int8 weights at both nodes, audited at 5 %", "T3", *MODEL)
 def colluding(bench: Bench, seed: int) -> Catch:
     """Their replicas agree, so that replication sees nothing: the draw does, as often as it would anyway."""
     pipeline = bench.pipeline("collusion", seed)
@@ -183,7 +183,7 @@ def lying_verifier(bench: Bench, seed: int) -> Catch:
     evidence, run = read_evidence(pipeline.learner.evidence(receipt_id), ROOT.public_key)
     found = audit(evidence, run, Material.of([pipeline.world.store.path]))
     lie = any(verdict.verifier_id == LIAR.id and verdict.outcome == "fail" for verdict in found.verdicts)
-    exposed = lie and found.judgement.outcome == "pass" and found.logged
+    exposed = lie and found.judgement.outcome == "pass" and found.in_log
     pipeline.verify()
     pipeline.admin("unban", node_id=node.key.id)
     honest, alarms = bench.honest(pipeline)
@@ -211,26 +211,26 @@ def unconfirmed(bench: Bench, seed: int) -> Catch:
 # -- what is not seen ---------------------------------------------------------------------------------------
 
 
-@fixture(5, "a checkpoint lag below the numeric noise", "T3", kind="limit", weight=2,
+@fixture(5, "a checkpoint lag below the numeric noise", "T3", kind="limit",
          limit="weights of which one word in 5,000 differs by one unit in the last place")
 def lag_below_noise(bench: Bench, seed: int) -> Catch:
     return bench.chase("single", seed, cheats.weights(cheats.few_words(2e-4)), most=4)
 
 
-@fixture(4, "int8 weights under the name of bf16, one short bundle", "sum", kind="limit", weight=2,
+@fixture(4, "int8 weights under the name of bf16, one short bundle", "sum", kind="limit",
          limit="mild quantisation inside a noisy profile's limits, before the sum over rollouts reaches its alarm")
 def quantised_in_a_short_sample(bench: Bench, seed: int) -> Catch:
     """Four rollouts of 32 tokens: their evidence, at most 3 nats a rollout, cannot reach the alarm at 20.7."""
     return bench.chase("calibrated", seed, replace(INT8, profile="torch-cpu-bf16"), most=1)
 
 
-@fixture(4, "int8 weights in bundles that are not drawn", "T3", kind="limit", weight=2,
+@fixture(4, "int8 weights in bundles that are not drawn", "T3", kind="limit",
          limit="an undrawn bundle is not recomputed; the draw's odds (row 27), the screen and replicas deter")
 def undrawn(bench: Bench, seed: int) -> Catch:
     return bench.chase("single undrawn", seed, INT8, most=4)
 
 
-@fixture(20, "lenient speculative decoding inside the noise", "T3", kind="limit", weight=2,
+@fixture(20, "lenient speculative decoding inside the noise", "T3", kind="limit",
          limit="draft tokens taken where .001 nats decide; measured: share of rollouts whose tokens that changes")
 def lenient_speculation(bench: Bench, seed: int) -> Catch:
     """Log-probabilities of what a draft likes are raised by a fifth of the limit: near ties go the draft's way."""
@@ -249,7 +249,7 @@ def lenient_speculation(bench: Bench, seed: int) -> Catch:
     return replace(found, note=sum(changed) / len(changed))
 
 
-@fixture(31, "choosing the swap point to steer a draw", "T3", kind="limit", weight=2,
+@fixture(31, "choosing the swap point to steer a draw", "T3", kind="limit",
          limit="any grid point after a version came out is lawful; measured: completions a node can choose among")
 def choosing_the_swap(bench: Bench, seed: int) -> Catch:
     """All lawful swaps of a rollout are tried and the longest completion is handed in."""

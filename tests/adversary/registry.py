@@ -87,7 +87,6 @@ class Fixture:
     trial: Trial
     kind: Kind = "caught"
     limit: str = ""  #: what is not seen, and what ``note`` measures
-    weight: int = 1  #: trials are divided by it
 
     def holds(self, catch: Catch) -> bool:
         """Whether a trial ended as this fixture says it must."""
@@ -99,13 +98,12 @@ FIXTURES: Final[list[Fixture]] = []
 
 def fixture(
     row: int, name: str, where: str | Sequence[str], *codes: str, kind: Kind = "caught", limit: str = "",
-    weight: int = 1,
 ) -> Callable[[Trial], Trial]:
     """Register a trial under its row."""
     places = (where,) if isinstance(where, str) else tuple(where)
 
     def register(trial: Trial) -> Trial:
-        FIXTURES.append(Fixture(row, name, places, codes, trial, kind, limit, weight))
+        FIXTURES.append(Fixture(row, name, places, codes, trial, kind, limit))
         return trial
 
     return register
@@ -126,19 +124,21 @@ class Power:
     note: float | None = None  #: mean of the notes
 
 
-def measure(fixture: Fixture, bench: Bench, trials: int) -> Power:
-    """Repeat a fixture's trial.
+def attempt(fixture: Fixture, bench: Bench, seed: int) -> Catch:
+    """One trial.
 
     Raises:
-        AssertionError: a trial did not end as the fixture says.
+        AssertionError: it did not end as the fixture says.
     """
-    catches = []
-    for seed in range(max(1, trials // fixture.weight)):
-        catch = fixture.trial(bench, seed)
-        if fixture.kind == "caught" and not fixture.holds(catch):
-            raise AssertionError(f"row {fixture.row}, {fixture.name}: trial {seed} ended as {catch}")
-        catches.append(catch)
-    counted = [c for c in catches if c.caught] or catches
+    catch = fixture.trial(bench, seed)
+    if fixture.kind == "caught" and not fixture.holds(catch):
+        raise AssertionError(f"row {fixture.row}, {fixture.name}: trial {seed} ended as {catch}")
+    return catch
+
+
+def power_of(catches: Sequence[Catch]) -> Power:
+    """What trials came to."""
+    counted = [c for c in catches if c.caught] or list(catches)
     notes = [c.note for c in catches if c.note is not None]
     return Power(
         trials=len(catches), caught=sum(c.caught for c in catches),

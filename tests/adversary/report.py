@@ -7,13 +7,13 @@ keeps its numbers and its date. ``--render`` only writes the page again.
 from __future__ import annotations
 
 import argparse
-import datetime
+import datetime as dt
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,25 +29,37 @@ TINY: Final = (48, 100, 200)
 logger = logging.getLogger("tests.adversary.report")
 
 
-def attacks(folder: Path, trials: int, worlds: int, rows: range) -> dict[str, Any]:
-    """Power of every fixture of these rows; the others keep what was measured before."""
+def attacks(
+    folder: Path, trials: int, worlds: int, rows: range, save: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Power of every fixture of these rows, in rounds of one trial each; the others keep what was measured before.
+
+    What was measured is saved after each trial.
+    """
     from tests.adversary.bench import Bench
     from tests.adversary.fixtures import FIXTURES
-    from tests.adversary.registry import measure
+    from tests.adversary.registry import Catch, power_of
 
     bench = Bench(folder, worlds=worlds)
-    known = {f["name"]: f for f in _numbers().get("attacks", {}).get("fixtures", ()) if f["row"] not in rows}
-    measured = []
-    for fixture in FIXTURES:
-        if fixture.row not in rows:
-            measured += [known[fixture.name]] if fixture.name in known else []
-            continue
-        power = measure(fixture, bench, trials)
-        logger.info("row %d, %s: %s", fixture.row, fixture.name, power)
-        measured.append({"row": fixture.row, "name": fixture.name, "kind": fixture.kind, "limit": fixture.limit}
-                        | asdict(power))
+    known = {f["name"]: f for f in _numbers().get("attacks", {}).get("fixtures", ())}
+    found: dict[str, Any] = {}
+    catches: dict[str, list[Catch]] = {}
+    for seed in range(trials):
+        for fixture in FIXTURES:
+            if fixture.row in rows:
+                catch = fixture.trial(bench, seed)
+                if fixture.kind == "caught" and not fixture.holds(catch):
+                    logger.error("not caught as it must be: row %d, %s", fixture.row, fixture.name)
+                    catch = replace(catch, caught=False)
+                logger.info("row %d, %s: %s", fixture.row, fixture.name, catch)
+                catches.setdefault(fixture.name, []).append(catch)
+                power = power_of(catches[fixture.name])
+                about = {"row": fixture.row, "name": fixture.name, "kind": fixture.kind, "limit": fixture.limit}
+                known[fixture.name] = about | asdict(power)
+                found = {"fixtures": [known[f.name] for f in FIXTURES if f.name in known], "worlds": worlds}
+                save(found)
     bench.close()
-    return {"fixtures": measured, "worlds": worlds}
+    return found
 
 
 def tiny(folder: Path, rollouts: Sequence[int]) -> dict[str, Any]:
@@ -210,16 +222,19 @@ def main() -> None:
     first, _, last = options.rows.partition("-")
     rows = range(int(first), int(last or first) + 1)
     runs = {
-        "attacks": lambda folder: attacks(folder, options.trials, options.worlds, rows),
+        "attacks": lambda folder: attacks(folder, options.trials, options.worlds, rows, save),
         "tiny": lambda folder: tiny(folder, options.tiny),
         "smollm2": smollm2,
     }
+
+    def save(found: dict[str, Any]) -> None:
+        numbers[part] = {"date": dt.datetime.now(dt.UTC).date().isoformat()} | found
+        NUMBERS.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(render(numbers), encoding="utf-8")
+
     for part in () if options.render else options.only or PARTS:
         with tempfile.TemporaryDirectory(prefix="assay-zoo-") as folder:
-            found = runs[part](Path(folder))
-        date = datetime.datetime.now(datetime.UTC).date().isoformat()
-        numbers[part] = {"date": date} | found
-        NUMBERS.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+            save(runs[part](Path(folder)))
     PAGE.write_text(render(numbers), encoding="utf-8")
 
 
