@@ -59,7 +59,7 @@ def dropped_sample(world: World, lease: Lease) -> Submission:
     return world.submission(lease, Bundle(world.honest(lease).rollouts[:3]))
 
 
-@attack(26, "one token too many counted", "T0", "E_COUNTS")
+@attack(26, "one token too many counted", "T0", "E_COUNTS", door="E_COMMITMENT_MISMATCH")
 def inflated_count(world: World, lease: Lease) -> Submission:
     bundle = world.honest(lease)
     return world.submission(lease, bundle, tokens=1 + sum(map(len, bundle.rollouts)))
