@@ -91,15 +91,15 @@ def moved(relative: float) -> Change:
     return change
 
 
-def few_words(share: float) -> Change:
-    """One unit in the last place in a share of all words, as after a very small step."""
+def least_words(share: float) -> Change:
+    """One unit in the last place in the smallest weights of each matrix, as after a very small step."""
 
     def change(world: World, version: int) -> State:
-        rng = np.random.default_rng(0)
         state = copy_state(world.state(version))
         for words in state.values():
-            flat = words.reshape(-1)
-            flat[rng.random(flat.size) < share] ^= 1
+            if words.ndim == 2:
+                size = np.abs(from_bits(words))
+                words[size <= np.quantile(size, share)] ^= 1
         return state
 
     return change

@@ -18,7 +18,10 @@ from tests.adversary.pipeline import Cheat
 from tests.adversary.registry import fixture
 from tests.adversary.world import EOS, identity
 
-MODEL: Final = ("E_HEAD_KL", "E_TOKEN_KL", "E_HEAD_ENTRY", "E_HEAD_MEMBERSHIP", "E_TAIL_MASS", "E_TOKEN_MARGIN")
+MODEL: Final = (
+    "E_HEAD_KL", "E_TOKEN_KL", "E_HEAD_ENTRY", "E_HEAD_MEMBERSHIP", "E_TAIL_MASS", "E_TOKEN_MARGIN",
+    "E_TAIL_TOKEN", "E_TAIL_DRAW",
+)
 #: Attacks whose point is the signature, which a patched node makes in another place.
 _SIGNED: Final = frozenset({
     "signed by another key", "signature by another key under the node's name", "commitment of another run",

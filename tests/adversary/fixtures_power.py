@@ -212,9 +212,9 @@ def unconfirmed(bench: Bench, seed: int) -> Catch:
 
 
 @fixture(5, "a checkpoint lag below the numeric noise", "T3", kind="limit",
-         limit="weights of which one word in 5,000 differs by one unit in the last place")
+         limit="weights whose smallest hundredth differs by one unit in the last place")
 def lag_below_noise(bench: Bench, seed: int) -> Catch:
-    return bench.chase("single", seed, cheats.weights(cheats.few_words(2e-4)), most=4)
+    return bench.chase("single", seed, cheats.weights(cheats.least_words(0.01)), most=4)
 
 
 @fixture(4, "int8 weights under the name of bf16, one short bundle", "sum", kind="limit",
