@@ -112,3 +112,14 @@ def test_the_page_needs_nothing_else(tmp_path):
     assert "effective sample size" in html
     assert 'src="http' not in html
     assert page([], "nothing yet").startswith("<!doctype html>")
+
+
+def test_the_page_never_takes_the_place_of_what_it_is_made_of(tmp_path):
+    work = work_dir(tmp_path)
+    before = {path: path.read_bytes() for path in work.iterdir() if path.is_file()}
+    assert before
+    for path in before:
+        result = CliRunner().invoke(app, ["plot", "--work", str(work), "--out", str(path)])
+        assert isinstance(result.exception, LocalFault)
+        assert "would overwrite" in result.exception.message
+    assert {path: path.read_bytes() for path in work.iterdir() if path.is_file()} == before

@@ -41,6 +41,20 @@ def files(world, honest, tmp_path):
     return folder
 
 
+def test_a_record_takes_the_place_of_nothing_it_is_made_of(world, files, tmp_path):
+    key = tmp_path / "verifier.key"
+    VERIFIER.save(key)
+    for out in (files / "0.evidence", key):
+        before = out.read_bytes()
+        result = CliRunner().invoke(app, [
+            "calibrate", str(files), "--profile", PROFILE.name, "--checkpoint", str(world.store.path),
+            "--root", ROOT.public_key.hex(), "--key", str(key), "--out", str(out),
+        ])
+        assert isinstance(result.exception, LocalFault)
+        assert "would overwrite" in result.exception.message
+        assert out.read_bytes() == before
+
+
 def test_a_record_is_measured_signed_and_taken_into_a_run(world, honest, files, tmp_path):
     VERIFIER.save(tmp_path / "verifier.key")
     out = tmp_path / "made.calibration"

@@ -224,6 +224,18 @@ def test_there_is_no_such_version(office: Office, tmp_path: Path) -> None:
     assert result.exception.code == "E_USAGE"
 
 
+def test_an_export_stays_out_of_what_it_reads(office: Office, tmp_path: Path) -> None:
+    cache, mirror = tmp_path / "cache", tmp_path / "mirror"
+    mirror.mkdir()
+    for out in (cache, cache / "inner", mirror):
+        places = ("--cache", str(cache), "--mirror", f"dir:{mirror}")
+        result = call(office, "export", "--out", str(out), *places)
+        assert isinstance(result.exception, AssayError)
+        assert result.exception.code == "E_USAGE"
+        assert "would overwrite" in result.exception.message
+    assert not list(mirror.iterdir())
+
+
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
