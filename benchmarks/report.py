@@ -76,8 +76,8 @@ CLAIMS: Final[dict[str, tuple[Claim, ...]]] = {
         "vs_hf_naive >= 1.0", "vs_trl >= 1.3", "logits_memory_ratio <= 0.125", "total_memory_ratio_8192 <= 0.5"
     ),
     "centering_overhead": _claims("k32 <= 1.01", "k128 <= 1.03"),
-    "staleness": (),
-    "quantised_sampler": (),
+    "staleness": _claims("default_within_noise == 1"),
+    "quantised_sampler": _claims("default_within_noise == 1"),
     "inflight": _claims("inflight_vs_restart >= 1.5"),
     "routing_replay": _claims("kl_ratio_worst <= 0.5"),
 }
@@ -108,12 +108,12 @@ def last_line(printed: str) -> dict[str, Any]:
 
 
 def look_up(result: Any, key: str) -> float | None:
-    """The number at a dotted path; None when it is not there."""
+    """The number at a dotted path, 1 and 0 for true and false; None when it is not there."""
     for part in key.split("."):
         if not isinstance(result, dict) or part not in result:
             return None
         result = result[part]
-    return float(result) if isinstance(result, int | float) and not isinstance(result, bool) else None
+    return float(result) if isinstance(result, int | float) else None
 
 
 def section(name: str, result: dict[str, Any], *, quick: bool, at: datetime) -> tuple[str, bool]:
