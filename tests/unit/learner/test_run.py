@@ -294,7 +294,7 @@ def test_another_work_directory_is_refused(model_dir, stock, tmp_path, clock):
     client = FakeCoordinator(groups=pool.groups)
     make_learner(tmp_path / "one", model_dir, store, client, clock=clock).run(1)
     clock.advance(5)
-    with pytest.raises(LocalFault, match="another version 0") as caught:
+    with pytest.raises(LocalFault, match="not the one that the run has") as caught:
         make_learner(tmp_path / "two", model_dir, store, client, clock=clock).run(1)
     assert caught.value.code == E_RESUME
 
