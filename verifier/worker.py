@@ -168,7 +168,8 @@ def start(config: VerifierConfig, client: CoordinatorClient, identity: Identity,
 
     Raises:
         PeerFault: the manifest is not signed by the root key, is past its expiry, or names an unknown hash function.
-        LocalFault: ``E_HASH_MISSING``; ``E_WRONG_KEY`` when the run does not name our key; files cannot be had.
+        LocalFault: ``E_CONFIG`` for a device that is not here; ``E_HASH_MISSING``; ``E_WRONG_KEY`` when the run does
+            not name our key; files cannot be had.
         Transient: the coordinator cannot be reached.
     """
     run = RunManifest.open(client.run_manifest(), config.root, now_ms=clock.now_ms())
@@ -178,13 +179,16 @@ def start(config: VerifierConfig, client: CoordinatorClient, identity: Identity,
             got=identity.public_key.hex(), hint="ask the operator, or pass the right file with --key",
         )
     usable_hash(run.model.state_hash)
+    from protocol.reference import usable_device  # torch, after all that can go wrong without it
+
+    device = usable_device(config.device)
     fetch = client.fetch if config.store is None else open_store(config.store).get
     model_dir = fetch_model_files(run.model, config.work / "model", fetch)
     layout = Layout.from_bytes(fetch(run.model.layout_sha256))
     book = CheckpointBook(run)
     pool = _pool(config, clock)
     states = StateRing(layout, book, pool.fetch, kept_undos=config.kept_undos)
-    shelf = ModelShelf(model_dir, layout, states, device=config.device, threads=config.threads)
+    shelf = ModelShelf(model_dir, layout, states, device=device, threads=config.threads)
     session = Session(run, book, Rewards(run, model_dir, fetch), shelf)
     exposition = Exposition(config.work / "metrics.prom", states.moves)
     return Worker(

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from protocol.errors import LocalFault, code
+from protocol.errors import E_CONFIG, LocalFault, code
 
 if TYPE_CHECKING:
     from protocol.weights.layout import Layout, State
@@ -31,6 +31,22 @@ BIT_TYPES: Final[dict[str, tuple[type[np.generic], torch.dtype]]] = {
     "F32": (np.uint32, torch.float32),
 }
 _SIGNED: Final = {2: (np.int16, torch.int16), 4: (np.int32, torch.int32)}
+
+
+def usable_device(name: str) -> str:
+    """The name of a torch device, once something could be put there.
+
+    Raises:
+        LocalFault: ``E_CONFIG``.
+    """
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise LocalFault(
+            E_CONFIG, "this machine has no such device", expected="cpu, or one that torch can use here, like cuda:0",
+            got=f"{name}: {str(error).splitlines()[0][:160]}",
+        ) from None
+    return name
 
 
 def load_config_model(

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from protocol.errors import LocalFault
-from protocol.reference import Recomputation, ReferenceModel, export_state, load_config_model, set_state
+from protocol.reference import Recomputation, ReferenceModel, export_state, load_config_model, set_state, usable_device
 from protocol.reference import model as model_module
 from protocol.rollout import EMPTY_TAIL, NO_CODE, Finish, Rollout, Segment, SwapMode
 from protocol.weights.layout import Layout
@@ -198,3 +198,11 @@ def test_a_broken_config_is_our_fault(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(LocalFault, match="E_MODEL_CONFIG"):
         load_config_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["cuda:77", "abacus", ""])
+def test_a_device_that_is_not_here_is_said_so_at_once(name):
+    with pytest.raises(LocalFault, match="no such device") as caught:
+        usable_device(name)
+    assert caught.value.code == "E_CONFIG"
+    assert usable_device("cpu") == "cpu"
