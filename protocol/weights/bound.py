@@ -1,8 +1,10 @@
-"""How few bytes a diff could have: the entropy of what changed, which no coder of such changes goes below on average.
+"""How few bytes a diff could have: the entropy of what changed, one table for the whole model.
 
 *Order 0*: which words change, all alike, and by what steps. *Given the exponent*: the same per exponent of the old
 word, which both ends hold (``docs/adr/0010-diffs-by-class-of-the-old-exponent.md``). Both are empirical entropies
-(Shannon 1948) and count no headers and no tables, so a small diff is always well above them.
+(Shannon 1948) and count no headers and no tables, so a small diff is always well above them. No coder that uses one
+table per exponent for the whole model goes below; ours has tables per segment, so where tensors change unlike each
+other it does: .92 of the second on a 135M model whose weights had been quantised.
 """
 
 from __future__ import annotations
