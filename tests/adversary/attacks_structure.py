@@ -40,7 +40,7 @@ def cut_short(world: World, lease: Lease) -> Submission:
     ))
 
 
-@attack(19, "head codes that do not add up", "T0", "E_HEAD_NOT_NORMALISED")
+@attack(19, "head codes that do not add up", "T0", "E_HEAD_NOT_NORMALISED", "E_HEAD_ORDER")
 def unnormalised(world: World, lease: Lease) -> Submission:
     bundle = world.honest(lease)
     codes = bundle.rollouts[0].head_codes.copy()
