@@ -259,13 +259,13 @@ class Pipeline:
         return jobs
 
     def receipts_of(self, node: NodeAtWork) -> list[Handed]:
-        """Everything the coordinator holds of a node, oldest first."""
-        from sqlalchemy import select
+        """Everything the coordinator holds of a node, in the order in which it came (a row id: the clock may stand)."""
+        from sqlalchemy import select, text
 
         from coordinator.models import Receipt as Row
 
         with self.coordinator.database.read() as session:
-            rows = session.scalars(select(Row).where(Row.node_id == node.key.id).order_by(Row.received_ms, Row.id))
+            rows = session.scalars(select(Row).where(Row.node_id == node.key.id).order_by(text("receipts.rowid")))
             return [Handed(row.id, row.lease_id, row.rollouts, row.tokens) for row in rows]
 
     def verdicts(self, receipt_id: str) -> list[Verdict]:

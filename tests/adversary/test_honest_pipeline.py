@@ -42,17 +42,14 @@ def test_checkpoints_rotate_while_a_lease_is_under_way(pipeline):
         node.daemon._turn()
     pipeline.show(2)
     node.daemon._parts.weights.poll(pipeline.clock.now_ms())
-    segments = {
-        segment.version for unit in node.daemon._workload.units() for rollout in unit.rollouts.values()
-        for segment in rollout.segments
-    }
     for _ in range(node.generate()):
         node.worker(Sealer).work()
         node.worker(Uploader).work()
     assert passed(pipeline, node) == 2
-    one = pipeline.receipts_of(node)[0]
-    versions = [f.got for f in pipeline.verdicts(one.receipt_id)[-1].findings if f.check.startswith("T0.9")]
-    assert versions == ["[1, 2]"], segments
+    verdicts = [pipeline.verdicts(one.receipt_id)[-1] for one in pipeline.receipts_of(node)]
+    versions = [f.got for verdict in verdicts for f in verdict.findings if f.check.startswith("T0.9")]
+    # The second lease was still waiting to start at version 1, so the first stays there; then the second moves on.
+    assert versions == ["[1]", "[1, 2]"]
 
 
 def test_a_node_that_dies_before_it_uploads_delivers_after_its_restart(pipeline):
