@@ -162,6 +162,6 @@ def test_eight_thousand_tokens(tmp_path):
     pipeline = Pipeline(world)
     node = pipeline.node()
     handed = node.turn()
-    assert passed(pipeline, node) == len(handed) == 2
+    assert passed(pipeline, node) == len(handed) >= 2
     assert max(one.tokens for one in handed) == 8_192
     pipeline.close()
