@@ -2,7 +2,8 @@
 
 False bans: honest rollouts whose three statistics exceed their levels exactly as often as the calibration allows (the
 worst case), at an alarm low enough to see crossings, and exactly at the default alarm by a Markov chain. Frauds before
-detection and audit fractions: the coordinator's rate rule and its HMAC draw.
+detection and audit fractions: the coordinator's rate rule and its HMAC draw. Luck: groups of eight, four samples each
+of two nodes, solved with a chance of one half by an honest node and with more by one that chooses what it hands in.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import math
 import random
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Final
 
 import harness
@@ -22,7 +24,14 @@ from numpy.typing import NDArray  # noqa: E402
 
 from protocol.audit_draw import audit_rate_ppm, is_drawn  # noqa: E402
 from protocol.messages import AuditPolicy  # noqa: E402
-from protocol.statistics import MIN_SCORE, alarm_milli, state_chances, state_scores  # noqa: E402
+from protocol.statistics import (  # noqa: E402
+    LUCK_ALARM_MILLI,
+    MIN_SCORE,
+    alarm_milli,
+    luck_milli,
+    state_chances,
+    state_scores,
+)
 
 POLICY: Final = AuditPolicy()
 #: Levels that 3,000 honest rollouts support.
@@ -34,6 +43,10 @@ BOUND: Final = 0.05
 POWER: Final = 1.0
 SCREEN: Final = 0.9
 HORIZONS: Final = (1_000, 10_000, 100_000)
+#: Samples of a group that one node makes, how many groups the bound on luck is for, and what a steerer gains.
+SHARE: Final = 4
+GROUPS: Final = 10_000
+LEADS: Final = (0.1, 0.2, 0.4)
 Floats = NDArray[np.float64]
 
 
@@ -60,6 +73,29 @@ class Null:
         milli = np.maximum(np.floor(1000 * np.log(mean)), 1000 * MIN_SCORE).astype(np.int64).ravel()
         values, where = np.unique(milli, return_inverse=True)
         return cls(values, np.bincount(where, weight.ravel()))
+
+
+def luck_of(solved: float) -> Null:
+    """What one group adds to a node that solves each of its samples with this chance; its peer solves half of them."""
+    ways = [math.comb(SHARE, k) for k in range(SHARE + 1)]
+    chances: dict[int, float] = {}
+    for own, other in product(range(SHARE + 1), repeat=2):
+        value = luck_milli([1] * own + [0] * (SHARE - own), [1] * other + [0] * (SHARE - other))
+        chance = ways[own] * solved**own * (1 - solved) ** (SHARE - own) * ways[other] * 0.5**SHARE
+        chances[value] = chances.get(value, 0.0) + chance
+    values = sorted(chances)
+    weights = np.array([chances[value] for value in values])
+    return Null(np.array(values), weights / weights.sum())
+
+
+def groups_until(luck: Null, alarm: int, trials: int, rng: np.random.Generator) -> float:
+    """Median number of groups until the sum reaches ``alarm``."""
+    totals, needed = np.zeros(trials, np.int64), np.zeros(trials, np.int64)
+    while (running := totals < alarm).any():
+        steps = rng.choice(luck.values, trials, p=luck.chances)
+        totals = np.where(running, np.maximum(0, totals + steps), totals)
+        needed += running
+    return float(np.median(needed))
 
 
 def false_bans(null: Null, alarm: int, life: int, lives: int, rng: np.random.Generator) -> float:
@@ -149,6 +185,8 @@ def measure(quick: bool, seed: int) -> tuple[dict[str, Any], str]:
     exact_low = exact_false_bans(Null.alike(), low_alarm, LIFE, LIFE)
     alarm = alarm_milli(POLICY)
     exact = exact_false_bans(Null.alike(), alarm, POLICY.life_rollouts, 300 if quick else 3_000)
+    lucky = exact_false_bans(luck_of(0.5), LUCK_ALARM_MILLI, GROUPS, 3_000)
+    pinned = {lead: groups_until(luck_of(0.5 + lead), LUCK_ALARM_MILLI, trials // 10, numbers) for lead in LEADS}
     caught = 1 - (1 - q * POWER) * (1 - SCREEN * POWER)
     fractions = audit_fractions(nodes, rng)
     result = {
@@ -162,6 +200,8 @@ def measure(quick: bool, seed: int) -> tuple[dict[str, Any], str]:
         "expected_frauds_with_screen_predicted": (1 - caught) / caught,
         "audit_fraction": {f"{n:.0e}".replace("e+0", "e"): fractions[n] for n in HORIZONS},
         "audit_fraction_predicted": {f"{n:.0e}".replace("e+0", "e"): predicted_fraction(n) for n in HORIZONS},
+        "luck_alarm_nats": LUCK_ALARM_MILLI / 1000, "false_pin_bound": 0.01, "false_pin_exact": lucky,
+        "groups_until_pinned": {f"{lead:g}": groups for lead, groups in pinned.items()},
         "deterrence_below": deterrence(0.8, trials, rng), "deterrence_above": deterrence(1.25, trials, rng),
     }
     rows = [
@@ -173,6 +213,8 @@ def measure(quick: bool, seed: int) -> tuple[dict[str, Any], str]:
         ("the same with a screen of 0.9", result["expected_frauds_with_screen"],
          result["expected_frauds_with_screen_predicted"]),
         *((f"audited share of {n:,} jobs", fractions[n], predicted_fraction(n)) for n in HORIZONS),
+        (f"honest leases pinned within {GROUPS:,} groups, exact", lucky, "<= 0.01"),
+        *((f"groups until a lead of {lead:g} is pinned", groups, "median") for lead, groups in pinned.items()),
         ("winnings at 0.8 x the break-even penalty", result["deterrence_below"], "> 0"),
         ("winnings at 1.25 x the break-even penalty", result["deterrence_above"], "< 0"),
     ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import counters, event_log, ledger
+from coordinator import counters, event_log, ledger, steering
 from coordinator.groups import Groups, head_version
 from coordinator.models import Batch, Checkpoint, Group, GroupState, Lease, Receipt, Unit
 from coordinator.run import Run
@@ -54,7 +54,7 @@ class Batches:
             )
         if not plan.groups or len({entry.group for entry in plan.groups}) != len(plan.groups):
             raise PeerFault(E_BATCH, "a batch names each of its groups once", expected="at least one group")
-        receipts = [r for entry in plan.groups for r in self._consume(session, entry, plan)]
+        receipts = [r for entry in plan.groups for r in self._consume(session, entry, plan, now_ms)]
         ledger.settle(session, [receipt.id for receipt in receipts], now_ms)
         self._record(session, plan, envelope, receipts, now_ms)
         return Ack()
@@ -104,7 +104,7 @@ class Batches:
         update = Envelope.from_bytes(row.update) if row.update is not None else None
         return BatchReply(plan=Envelope.from_bytes(row.plan), groups=groups, update=update)
 
-    def _consume(self, session: Session, entry: BatchGroup, plan: BatchPlan) -> Sequence[Receipt]:
+    def _consume(self, session: Session, entry: BatchGroup, plan: BatchPlan, now_ms: int) -> Sequence[Receipt]:
         group = session.get(Group, entry.group)
         state = "unknown" if group is None else group.state
         if group is None or state != GroupState.ADMITTED:
@@ -117,6 +117,7 @@ class Batches:
         group.state, group.consumed_version = GroupState.CONSUMED, plan.version
         lag = plan.parent_version - group.start_version
         counters.add(session, f"lag:{lag}", sum(receipt.rollouts for receipt in receipts))
+        steering.compare(session, group.id, receipts, now_ms)
         return receipts
 
     def _record(

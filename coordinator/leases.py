@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from coordinator import event_log
 from coordinator.config import CoordinatorConfig
 from coordinator.groups import LIVE, Groups, head_version
-from coordinator.models import Drill, Group, Lease, LeaseState, Node, Unit, UnitState
+from coordinator.models import Drill, Group, GroupState, Lease, LeaseState, Node, NodeState, Unit, UnitState
 from coordinator.registry import Registry
 from coordinator.replicas import Replicas
 from coordinator.run import Run
@@ -24,6 +24,8 @@ from protocol.messages import LeaseRequest, LeaseReturn
 #: When to ask again: work may appear any moment, after the next version, or never.
 RETRY_SOON_MS: Final = 250
 RETRY_LATER_MS: Final = 1000
+#: How long the rest of a group is kept for others.
+KEPT_FOR_OTHERS_MS: Final = 5_000
 #: ``why`` of a finished run; nodes exit when they read it.
 RUN_COMPLETE: Final = "run complete"
 
@@ -116,16 +118,30 @@ class Leases:
         return most - self._held(session, node)
 
     def _units(self, session: Session, node: Node, wanted: int, now_ms: int) -> list[Unit]:
-        """Open units the node has the weights for, oldest first, then new groups."""
+        """Open units the node has the weights for, oldest first, then new groups.
+
+        The rest of a group that the node has a part of is kept for others for a moment, so that every node's samples
+        are compared with those of peers (``coordinator.steering``).
+        """
         query = (
             select(Unit)
             .join(Group, Unit.group_id == Group.id)
             .where(Unit.state == UnitState.OPEN, Group.start_version <= node.version)
             .order_by(Unit.id)
-            .limit(wanted)
         )
-        units = list(session.scalars(query))
-        return units + self._new_units(session, node, wanted - len(units), now_ms)
+        if self._config.kept_units == 0 or not self._has_peers(session, node, now_ms):
+            units = list(session.scalars(query.limit(wanted)))
+            return units + self._new_units(session, node, wanted - len(units), now_ms)
+        begun = self._begun(session, node, now_ms)
+        units = list(session.scalars(query.where(Unit.group_id.not_in(begun)).limit(wanted)))
+        left = session.scalar(select(func.count()).select_from(query.where(Unit.group_id.in_(begun)).subquery())) or 0
+        return units + self._new_units(session, node, wanted - len(units), now_ms, self._config.kept_units - left)
+
+    def _begun(self, session: Session, node: Node, now_ms: int) -> list[int]:
+        """Open groups, not older than a moment, that the node has a part of."""
+        recent = select(Group.id).where(Group.state == GroupState.OPEN, Group.created_ms > now_ms - KEPT_FOR_OTHERS_MS)
+        leased = select(Unit.group_id).join(Lease, Lease.unit_id == Unit.id).where(Lease.node_id == node.id)
+        return list(session.scalars(leased.where(Unit.group_id.in_(session.scalars(recent).all())).distinct()))
 
     def _shadow_units(self, session: Session, node: Node, wanted: int, now_ms: int) -> list[Unit]:
         """Units that others make too, newest first; a drill's copies never reach the learner."""
@@ -140,14 +156,26 @@ class Leases:
         units = list(session.scalars(query))
         return units or self._new_units(session, node, wanted, now_ms)
 
-    def _new_units(self, session: Session, node: Node, wanted: int, now_ms: int) -> list[Unit]:
+    def _has_peers(self, session: Session, node: Node, now_ms: int) -> bool:
+        """Whether another node works on what the learner trains on."""
+        others = select(Node.id).where(
+            Node.id != node.id, Node.state == NodeState.ACTIVE, Node.last_seen_ms > now_ms - KEPT_FOR_OTHERS_MS,
+            Node.id.not_in(select(Drill.node_id)),
+        )
+        return session.scalar(others.limit(1)) is not None
+
+    def _new_units(self, session: Session, node: Node, wanted: int, now_ms: int, spare: int = 0) -> list[Unit]:
+        """Units of new groups; of the first ones only one each, as long as no more than ``spare`` units are left."""
         units: list[Unit] = []
         head = head_version(session)
         if head is None or head > node.version:
             return units
         room = self._groups.room(session)
         while len(units) < wanted and room > 0:
-            units += self._groups.open_one(session, now_ms)
+            opened = self._groups.open_one(session, now_ms)
+            split = len(opened) - 1 <= spare
+            spare -= len(opened) - 1 if split else 0
+            units += opened[:1] if split else opened
             room -= 1
         return units[: max(0, wanted)]
 
@@ -161,7 +189,8 @@ class Leases:
             run_id=self._run.id, lease_id=hashlib.sha256(b"assay.lease-id.v1\0" + name).hexdigest()[:32],
             node_id=node.id, environment=group.environment, group=group.id, samples=unit.samples,
             prompt_tokens=group.prompt_tokens, prompt_sha256=group.prompt_sha256, start_version=group.start_version,
-            beacon=group.beacon, issued_at_ms=now_ms, deadline_ms=now_ms + self._run.manifest.batch.lease_ms,
+            beacon=group.beacon, pinned=node.pinned_ms is not None, issued_at_ms=now_ms,
+            deadline_ms=now_ms + self._run.manifest.batch.lease_ms,
         )
         envelope = message.sign(self._identity)
         session.add(

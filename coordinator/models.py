@@ -126,6 +126,8 @@ class Node(Base):
     reward_micro: Mapped[int] = mapped_column(default=0)  #: recent distance of its rewards from everybody's, 1e-6
     suspicion_milli: Mapped[int] = mapped_column(default=0)  #: what audited rollouts say against it, 1e-3 nats
     suspicion_rollouts: Mapped[int] = mapped_column(default=0)  #: audited rollouts that went into it
+    luck_milli: Mapped[int] = mapped_column(default=0)  #: how much better than its peers' its samples are, 1e-3 nats
+    pinned_ms: Mapped[int | None]  #: since when its leases are pinned to one version, for that
 
 
 class NodeReason(Base):

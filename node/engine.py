@@ -31,6 +31,7 @@ class Request:
     seed: bytes  #: 32 bytes, ``protocol.rollout.rollout_seed``
     start_version: int  #: the first token comes from these weights and no others
     first_position: int = 0  #: completion position of the first token to draw
+    pinned: bool = False  #: all tokens come from ``start_version``, whatever comes out meanwhile
 
 
 @dataclass(frozen=True)

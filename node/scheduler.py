@@ -1,7 +1,8 @@
 """Which weights to load, which requests to start, which rows to step: pure decisions over positions and versions.
 
 A row runs only under the version it stands at. It may take up a newer version when its position is a positive
-multiple of the swap grid, and never an older one. Weights may be loaded back to an older version to start a request
+multiple of the swap grid, and never an older one; a pinned row takes up none and is finished before the weights move
+on. Weights may be loaded back to an older version to start a request
 that names it: rows of newer versions then simply pause, and the older rows catch up at their next grid position.
 """
 
@@ -121,5 +122,6 @@ class Scheduler:
         return min((row.version for row in self.rows if row.version > loaded), default=None)
 
     def _on_grid(self, row: Row) -> bool:
-        """Whether the row may change weights before its next forward pass."""
-        return row.position > row.request.first_position and row.position % self.swap_grid == 0
+        """Whether the row may change weights before its next forward pass; a pinned one never may."""
+        request = row.request
+        return not request.pinned and row.position > request.first_position and row.position % self.swap_grid == 0

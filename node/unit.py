@@ -60,7 +60,7 @@ class Unit:
         lease, prompt = self.lease, tuple(self.lease.prompt_tokens)
         return [
             Request(
-                key=key, sample=sample, prompt=prompt, start_version=lease.start_version,
+                key=key, sample=sample, prompt=prompt, start_version=lease.start_version, pinned=lease.pinned,
                 seed=rollout_seed(lease.run_id, lease.beacon, lease.prompt_sha256, lease.group, sample),
             )
             for key, sample in zip(self.request_keys(), lease.samples, strict=True)

@@ -38,6 +38,7 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     "E_BUNDLE_ROOT": ("the uploaded bundle is not the one that was committed to",),
     "E_SAMPLE_SET": ("samples were dropped, repeated or taken from another lease",),
     "E_SEGMENT_VERSION": ("the node ran a version that the lease does not start with, or that is not published",),
+    "E_SWAP_PINNED": ("the node took up new weights in a lease that forbids it",),
     "E_SIGNATURE": ("the commitment was changed after signing, or signed with another key",),
     "E_VERSION_MISSING": ("a checkpoint that the rollouts used is in none of the given folders",),
     "E_STATE_ROOT": ("a folder or store holds damaged or other weights",),

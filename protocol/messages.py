@@ -214,8 +214,17 @@ class Lease(Message):
     prompt_sha256: Hex32  #: protocol.rollout.prompt_digest(prompt_tokens)
     start_version: Count  #: every sample starts with these weights; a re-lease names the same version
     beacon: Hex32  #: beacon of start_version
+    pinned: bool = False  #: the weights must not change on the way; not written when they may
     issued_at_ms: Millis
     deadline_ms: Millis
+
+    @model_serializer(mode="wrap")
+    def _without_default(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leases that are not pinned have the bytes that they had before there were pinned ones."""
+        fields: dict[str, Any] = handler(self)
+        if not fields.get("pinned", True):
+            del fields["pinned"]
+        return fields
 
 
 class LeaseReturn(Message):

@@ -25,6 +25,10 @@ MAX_SCORE: Final = 3.0
 SHIFTS: Final = (1.0, 3.0)
 #: Share of the way to the alarm that suspicion may cover before a second configuration has confirmed it.
 UNCONFIRMED_SHARE: Final = 0.5
+#: What is bet on a node being luckier than its peers, and the sum, 1e-3 nats, from which on that is not chance: within
+#: 10,000 groups of an honest node it is reached with a chance of at most 1 %.
+LUCK_STAKE: Final = 0.5
+LUCK_ALARM_MILLI: Final = math.ceil(1000 * math.log(10_000 / 0.01))
 
 
 @dataclass(frozen=True)
@@ -131,3 +135,20 @@ def advance(suspicion_milli: int, llr_milli: int, alarm: int, *, confirmed: bool
 def unconfirmed_limit(alarm: int) -> int:
     """Suspicion, 1e-3 nats, from which on only confirmed scores are added."""
     return int(alarm * UNCONFIRMED_SHARE)
+
+
+def luck_milli(own: Sequence[int], others: Sequence[int]) -> int:
+    """How much better a node's samples of a group did than its peers', as evidence of choosing them, 1e-3 nats.
+
+    The logarithm of a bet, 1 + stake * (mean of own - mean of others) / (best - worst of the group). Whoever the
+    group's samples are dealt to, the bet's expectation over all ways to deal them is exactly 1. 0 where there is
+    nothing to compare: no peers, or all samples alike. ``docs/statistics.md``, "A node that is luckier than its peers".
+
+    Args:
+        own, others: rewards in one unit, in any order.
+    """
+    both = [*own, *others]
+    if not own or not others or max(both) == min(both):
+        return 0
+    lead = (sum(own) * len(others) - sum(others) * len(own)) / (len(own) * len(others) * (max(both) - min(both)))
+    return math.floor(1000 * math.log1p(LUCK_STAKE * lead))

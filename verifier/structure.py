@@ -30,6 +30,7 @@ E_BUNDLE_ROOT = code("E_BUNDLE_ROOT", "the committed Merkle root is not the root
 E_SAMPLE_SET = code("E_SAMPLE_SET", "a bundle does not hold exactly the samples of its lease, each once")
 E_EOS_GRAMMAR = code("E_EOS_GRAMMAR", "a completion does not end where and how the run's rules say")
 E_UNKNOWN_PROFILE = code("E_UNKNOWN_PROFILE", "a commitment names a profile for which the run has no thresholds")
+E_SWAP_PINNED = code("E_SWAP_PINNED", "a rollout changes weights although its lease is pinned to one version")
 E_SEGMENT_VERSION = code("E_SEGMENT_VERSION", "a segment names a version that cannot have been used there")
 
 #: How far the clocks of learner and coordinator may be apart before "published after it was used" counts, in ms.
@@ -240,6 +241,11 @@ def _check_versions(opened: Opened, book: CheckpointBook) -> str:
             raise RolloutFault(
                 E_SEGMENT_VERSION, "the rollout begins with another version", sample=rollout.sample, position=0,
                 expected=start, got=rollout.segments[0].version,
+            )
+        if opened.lease.pinned and len(rollout.segments) > 1:
+            raise RolloutFault(
+                E_SWAP_PINNED, "the lease is pinned to one version", sample=rollout.sample,
+                position=rollout.segments[1].start, expected=start, got=rollout.segments[1].version,
             )
         for segment in rollout.segments:
             _check_version(opened, rollout.sample, segment, book)

@@ -8,12 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from protocol.messages import Commitment, Lease, Profile
+from protocol.messages import Commitment, Environment, Lease, Profile
 from tests.adversary.honest_zoo import calibrate
 from tests.adversary.pipeline import Cheat, Handed, NodeAtWork, Pipeline
 from tests.adversary.registry import Catch
 from tests.adversary.stacks import Stack
-from tests.adversary.world import World
+from tests.adversary.world import RestlessWorld, World
 from verifier.submission import Submission
 
 ONE = {"samples_per_lease": 1}
@@ -31,8 +31,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "collusion": {"audit": {"ramp": 0} | ALL_TWICE, "batch": ONE, "max_new_tokens": 8},
     "calibrated": {"audit": {"ramp": 100_000}},  # profiles with null distributions; everything is recomputed
     "dropping": {},  # where leases are dropped and versions come out, apart from the others
-    "swaps": {},
     "liar": {},
+    # Two nodes share every group, versions differ much, and random models earn something: all that steering needs.
+    "steered": {
+        "batch": ONE | {"group_size": 2}, "max_new_tokens": 16, "sampling": {"swap_grid": 4}, "world": RestlessWorld,
+        "environments": [Environment(name="sort", kind="letters")], "audit": {"ramp": 0},
+    },
 }
 #: Stacks whose rollouts calibrate a run's profiles.
 CALIBRATING = (Stack(), Stack("prefill", padding="right"), Stack(dtype="bf16"), Stack(dtype="bf16", attention="eager"))
@@ -62,7 +66,8 @@ class Bench:
             if setting == "calibrated":
                 changes |= {"profiles": self.profiles(), "salt": "attacked"}
             changes["batch"] = {"groups_per_batch": 65_536} | changes.get("batch", {})
-            world = World(self._folder / f"{setting}-{number}".replace(" ", "-"), seed=7 + number, **changes)
+            make = changes.pop("world", World)
+            world = make(self._folder / f"{setting}-{number}".replace(" ", "-"), seed=7 + number, **changes)
             self._pipelines[setting, number] = Pipeline(world)
         return self._pipelines[setting, number]
 

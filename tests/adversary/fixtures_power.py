@@ -16,7 +16,6 @@ from learner.screen import screen_message
 from learner.trainer import Trainer
 from node.unit import Unit
 from protocol.messages import Commitment, Finding, Lease, Receipt, Verdict
-from protocol.rollout import Bundle, Segment, SwapMode
 from tests.adversary import cheats
 from tests.adversary.attack import NoOpportunity
 from tests.adversary.bench import Bench, Catch, caught
@@ -247,29 +246,3 @@ def lenient_speculation(bench: Bench, seed: int) -> Catch:
 
     found = bench.chase("new", seed, Cheat(seal=seal), most=4)
     return replace(found, note=sum(changed) / len(changed))
-
-
-@fixture(31, "choosing the swap point to steer a draw", "T3", kind="limit",
-         limit="any grid point after a version came out is lawful; measured: completions a node can choose among")
-def choosing_the_swap(bench: Bench, seed: int) -> Catch:
-    """All lawful swaps of a rollout are tried and the longest completion is handed in."""
-    choices: list[int] = []
-
-    def seal(world: World, unit: Unit, spooled: Any) -> Any:
-        start = unit.lease.start_version
-        ways = [[Segment(0, start)]] + [
-            [Segment(0, start), Segment(at, start + 1, mode)]
-            for at in range(world.rules.swap_grid, world.rules.max_new_tokens, world.rules.swap_grid)
-            for mode in SwapMode
-        ]
-        made = [world.generate(unit.lease, segments=way).rollouts for way in ways]
-        chosen = []
-        for options in zip(*made, strict=True):
-            choices.append(len({tuple(option.tokens.tolist()) for option in options}))
-            chosen.append(max(options, key=len))
-        submission = world.submission(unit.lease, Bundle(tuple(chosen)))
-        return replace(spooled, commitment=Commitment.from_payload(submission.commitment.payload),
-                       data=submission.bundle)
-
-    found = bench.chase("swaps", seed, Cheat(seal=seal), later=1, most=1)
-    return replace(found, note=sum(choices) / len(choices))

@@ -54,8 +54,8 @@ ROWS: Final[dict[int, str]] = {
 }
 
 #: Who caught it: the coordinator at the door, a tier of the verifier, the learner's screen (then T3), the sum over
-#: rollouts, anyone who audits, or nobody because nothing was gained.
-Where = Literal["door", "T0", "T1", "T1'", "T2'", "T3", "sum", "audit", "no gain", "reward 0"]
+#: rollouts, the comparison with peers, anyone who audits, or nobody because nothing was gained.
+Where = Literal["door", "T0", "T1", "T1'", "T2'", "T3", "sum", "peers", "audit", "no gain", "reward 0"]
 Kind = Literal["caught", "limit"]
 
 

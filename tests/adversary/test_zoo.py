@@ -15,7 +15,8 @@ from tests.adversary.registry import ROWS, Fixture, attempt, power_of
 LONG = frozenset({
     "int8 weights from a node that is audited at 5 %", "log-probabilities off by .0008 nats, inside every limit",
     "int8 weights under the name of bf16", "int4 weights under the name of bf16",
-    "int8 weights at both nodes, audited at 5 %", "int8 weights under the name of bf16, one short bundle",
+    "choosing the swap point that earns most", "int8 weights at both nodes, audited at 5 %",
+    "int8 weights under the name of bf16, one short bundle",
 })
 CAUGHT = [fixture for fixture in FIXTURES if fixture.kind == "caught"]
 LIMITS = [fixture for fixture in FIXTURES if fixture.kind == "limit"]

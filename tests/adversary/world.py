@@ -257,19 +257,26 @@ class World:
         parts = {
             "sampling": self._rules(max_new_tokens),
             "batch": BatchRules(groups_per_batch=2, group_size=8, samples_per_lease=4, max_lag_versions=3),
-            "audit": AuditPolicy(), "profiles": [PROFILE],
+            "audit": AuditPolicy(), "profiles": [PROFILE], "environments": self._environments(),
         }
         for name, change in changes.items():
             parts[name] = parts[name].model_copy(update=change) if isinstance(change, dict) else change
         return RunManifest(
             run_id=RUN_ID, name="adversary", created_at_ms=0, expires_at_ms=self.clock.now_ms() + 10**9,
             model=ModelSpec(name="tiny", layout_sha256=self.layout.sha256, files=files),
-            environments=self._environments(), **parts,
+            **parts,
             roles=Roles(
                 coordinator=COORDINATOR.public_key.hex(), learner=LEARNER.public_key.hex(),
                 verifiers=[VERIFIER.public_key.hex(), LIAR.public_key.hex()],
             ),
         )
+
+
+class RestlessWorld(World):
+    """Versions that differ much, and always as much: each is the first one with other noise on its weights."""
+
+    def _next_state(self) -> State:
+        return _next_state(self.states[0], self.rng, 0.2) if self.states else super()._next_state()
 
 
 def replaced(bundle: Bundle, index: int, **columns: object) -> Bundle:
@@ -308,13 +315,13 @@ def _first_state(layout: Layout, rng: np.random.Generator) -> State:
     return state
 
 
-def _next_state(state: State, rng: np.random.Generator) -> State:
+def _next_state(state: State, rng: np.random.Generator, step: float = 0.02) -> State:
     """About what a step of AdamW does: most words stay, some move by a little."""
     new = copy_state(state)
     for name, words in new.items():
         if words.ndim == 2:
             values = from_bits(words)
-            new[name] = to_bits(values * (1 + 0.02 * rng.normal(size=values.shape)))
+            new[name] = to_bits(values * (1 + step * rng.normal(size=values.shape)))
     return new
 
 

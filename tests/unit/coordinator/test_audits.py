@@ -59,8 +59,9 @@ def test_a_claim_that_lapses_goes_to_somebody_else_and_not_for_ever(make_world: 
 
 
 def test_a_failure_bans_voids_and_offers_the_work_to_others(world: World) -> None:
-    cheat, honest = world.node("cheat").join(), world.node("honest").join()
+    cheat = world.node("cheat").join()
     cheat.work(3)  # group 0 and half of group 1
+    honest = world.node("honest").join()
     held = cheat.leases(1)[0][0]
     world.verifier.judge()
     world.verifier.judge()

@@ -11,8 +11,8 @@ from node.engine import Request
 from node.scheduler import Row, Scheduler
 
 
-def request(number: int, version: int) -> Request:
-    return Request(f"u{number}/0", 0, (5, 6), b"\0" * 32, version)
+def request(number: int, version: int, *, pinned: bool = False) -> Request:
+    return Request(f"u{number}/0", 0, (5, 6), b"\0" * 32, version, pinned=pinned)
 
 
 class SimulatedEngine:
@@ -45,14 +45,16 @@ class SimulatedEngine:
 
 @given(
     slots=st.integers(2, 9), grid=st.integers(1, 6), seed=st.randoms(use_true_random=False),
-    arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20), st.booleans()), min_size=1, max_size=40),
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 20), st.booleans(), st.booleans()), min_size=1, max_size=40
+    ),
 )
 def test_every_request_runs_under_lawful_versions(slots, grid, seed, arrivals) -> None:  # type: ignore[no-untyped-def]
     engine = SimulatedEngine(slots, grid)
     lengths: dict[str, int] = {}
-    for number, (age, length, publish) in enumerate(arrivals):
+    for number, (age, length, publish, pinned) in enumerate(arrivals):
         engine.newest += publish
-        asked = request(number, max(0, engine.newest - age))
+        asked = request(number, max(0, engine.newest - age), pinned=pinned)
         lengths[asked.key] = length
         engine.scheduler.submit([asked])
         for _ in range(seed.randrange(4)):
@@ -69,6 +71,7 @@ def test_every_request_runs_under_lawful_versions(slots, grid, seed, arrivals) -
         assert all(a < b for a, b in pairwise(versions))
         assert all(start % grid == 0 for start in starts)
         assert starts[-1] < length
+        assert len(starts) == 1 or not row.request.pinned
 
 
 def test_rows_at_the_grid_wait_for_the_others() -> None:

@@ -94,3 +94,15 @@ def test_the_specification_lists_every_message(root):
     for cls in Message.__subclasses__():
         name = cls.TYPE.removeprefix("application/vnd.assay.").removesuffix(".v1+json")
         assert f"| `{cls.__name__}` | {name} |" in page
+
+
+def test_a_lease_that_is_not_pinned_has_the_bytes_of_leases_before_there_were_pinned_ones():
+    lease = Lease(
+        run_id=RUN, lease_id="00" * 16, node_id="00" * 32, environment="sort", group=0, samples=[0],
+        prompt_tokens=[1], prompt_sha256="00" * 32, start_version=0, beacon="00" * 32, issued_at_ms=0, deadline_ms=1,
+    )
+    assert b"pinned" not in lease.to_payload()
+    pinned = lease.model_copy(update={"pinned": True})
+    assert b'"pinned":true' in pinned.to_payload()
+    for one in (lease, pinned):
+        assert Lease.from_payload(one.to_payload()) == one

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import combinations
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from protocol import statistics
 from protocol.calibration import Calibration, Stratum
 from protocol.messages import AuditPolicy
-from protocol.statistics import MAX_SCORE, MIN_SCORE, RolloutStatistics, advance, alarm_milli, score, state_scores
+from protocol.statistics import (
+    MAX_SCORE,
+    MIN_SCORE,
+    RolloutStatistics,
+    advance,
+    alarm_milli,
+    luck_milli,
+    score,
+    state_scores,
+)
 
 
 def stratum(min_tokens: int = 8, levels: int = 4) -> Stratum:
@@ -102,3 +115,38 @@ def test_honest_sums_reach_a_low_alarm_less_often_than_the_bound_says() -> None:
                 crossed += 1
                 break
     assert 0 < crossed / lives <= n * math.exp(-alarm / 1000)
+
+
+# -- luck ---------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 1_000_000), min_size=2, max_size=7), st.data())
+def test_however_a_group_is_dealt_the_bet_on_luck_is_fair(rewards: list[int], data: st.DataObject) -> None:
+    """The expectation over all ways to deal the samples is 1, less what rounding down costs (at most 1e-3 nats)."""
+    own = data.draw(st.integers(1, len(rewards) - 1))
+    bets = [
+        math.exp(luck_milli([rewards[i] for i in hand], [r for i, r in enumerate(rewards) if i not in hand]) / 1000)
+        for hand in combinations(range(len(rewards)), own)
+    ]
+    assert 0.998 <= sum(bets) / len(bets) <= 1 + 1e-12
+
+
+def test_luck_needs_peers_and_differences() -> None:
+    assert luck_milli([5], []) == luck_milli([], [5]) == luck_milli([5, 5], [5]) == 0
+    assert luck_milli([9], [3]) == math.floor(1000 * math.log(1.5))
+    assert luck_milli([3], [9]) == math.floor(1000 * math.log(0.5))
+    assert luck_milli([1, 0], [0, 0]) == math.floor(1000 * math.log(1.25))
+
+
+def test_honest_luck_reaches_a_low_level_less_often_than_the_bound_says() -> None:
+    rng = np.random.default_rng(3)
+    level, groups, lives = math.ceil(1000 * math.log(200 / 0.2)), 200, 400
+    reached = 0
+    for _ in range(lives):
+        total = 0
+        for rewards in rng.random((groups, 8)) < rng.random((groups, 1)):
+            total = max(0, total + luck_milli(rewards[:4].tolist(), rewards[4:].tolist()))
+            if total >= level:
+                reached += 1
+                break
+    assert reached <= 0.2 * lives

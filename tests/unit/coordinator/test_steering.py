@@ -1,0 +1,132 @@
+"""Every node's samples are compared with those of peers; whoever is too lucky gets leases that are pinned."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from coordinator.steering import E_STEERING
+from protocol.messages import Lease
+from protocol.statistics import LUCK_ALARM_MILLI
+from tests.fakes.coordinator import FakeNode, World
+from tests.unit.coordinator.conftest import MakeWorld, check_log
+
+BATCH = {"groups_per_batch": 20, "group_size": 4, "samples_per_lease": 2, "max_lag_versions": 3}
+
+
+def rewarded(world: World, rewards: dict[str, int]) -> None:
+    """Let everything pass that waits, with the given reward for all samples of a node."""
+    while (job := world.verifier.claim()) is not None:
+        lease = Lease.from_payload(job.lease.payload)
+        reward = [rewards[lease.node_id]] * len(lease.samples)
+        world.verifier.client.verdict(world.verifier.verdict(job, rewards_micro=reward))
+
+
+def step(world: World) -> None:
+    """Train on everything that is admitted, and publish."""
+    world.learner.client.post_batch(world.learner.plan(99))
+    world.publish()
+
+
+def turn(world: World, nodes: list[tuple[FakeNode, int]], leases: int = 6) -> list[Lease]:
+    """The nodes work side by side and earn what stands beside them; then comes the next version. Their leases."""
+    held = [(node, lease, digest) for node, _ in nodes for lease, digest in node.leases(leases)]
+    for node, lease, digest in held:
+        node.finish(lease, digest)
+    rewarded(world, {node.key.id: reward for node, reward in nodes})
+    step(world)
+    for node, _ in nodes:
+        node.version += 1
+    return [lease for _, lease, _ in held]
+
+
+def test_a_node_that_is_always_luckier_than_its_peers_is_pinned_and_not_punished(make_world: MakeWorld) -> None:
+    world = make_world(batch=BATCH)
+    world.publish()
+    lucky, other = world.node("lucky").join(), world.node("other").join()
+    turns = 0
+    while world.node_row(lucky)["pinned_ms"] is None:
+        assert not any(lease.pinned for lease in turn(world, [(lucky, 1_000_000), (other, 0)]))
+        turns += 1
+        assert turns < 40
+    row = world.node_row(lucky)
+    assert row["luck_milli"] >= LUCK_ALARM_MILLI
+    assert row["reasons"] == {E_STEERING: 1}
+    assert (row["state"], row["rejected"], row["forfeited"]) == ("active", 0, 0)
+    assert (world.node_row(other)["luck_milli"], world.node_row(other)["pinned_ms"]) == (0, None)
+    assert all(lease.pinned for lease, _ in lucky.leases(2))
+    assert not any(lease.pinned for lease, _ in other.leases(2))
+    check_log(world)
+
+
+def test_luck_has_a_floor_and_an_unban_forgets_it(make_world: MakeWorld) -> None:
+    world = make_world(batch=BATCH)
+    world.publish()
+    one, other = world.node("one").join(), world.node("other").join()
+    turn(world, [(one, 0), (other, 1_000_000)])
+    assert world.node_row(one)["luck_milli"] == 0  # bad luck is not banked
+    assert (before := world.node_row(other)["luck_milli"]) > 0
+    turn(world, [(one, 1_000_000), (other, 0)])
+    assert world.node_row(one)["luck_milli"] > 0
+    assert world.node_row(other)["luck_milli"] < before
+    assert world.admin("ban", node_id=one.key.id).status_code == 200
+    assert world.admin("unban", node_id=one.key.id).status_code == 200
+    assert world.node_row(one)["luck_milli"] == 0
+
+
+def test_equal_rewards_and_groups_without_peers_say_nothing(make_world: MakeWorld) -> None:
+    world = make_world(batch=BATCH)
+    world.publish()
+    alone = world.node("alone").join()
+    turn(world, [(alone, 1_000_000)])
+    assert world.node_row(alone)["luck_milli"] == 0
+    other = world.node("other").join()
+    other.version = 1
+    turn(world, [(alone, 500_000), (other, 500_000)])
+    assert [world.node_row(node)["luck_milli"] for node in (alone, other)] == [0, 0]
+
+
+# -- who gets which part of a group -------------------------------------------------------------------------
+
+
+def nodes_by_group(nodes: dict[str, list[tuple[Lease, str]]]) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = defaultdict(set)
+    for name, leases in nodes.items():
+        for lease, _ in leases:
+            found[lease.group].add(name)
+    return found
+
+
+def test_nodes_share_groups(make_world: MakeWorld) -> None:
+    world = make_world(batch=BATCH)
+    world.publish()
+    a, b = world.node("a").join(), world.node("b").join()
+    mine, others = a.leases(4), b.leases(4)
+    assert [(x.group, x.samples) for x, _ in mine] == [(g, [0, 1]) for g in range(4)]
+    assert [(x.group, x.samples) for x, _ in others] == [(g, [2, 3]) for g in range(4)]
+
+
+def test_no_more_than_a_few_units_wait_for_others(make_world: MakeWorld) -> None:
+    world = make_world(batch=BATCH, config={"kept_units": 2})
+    world.publish()
+    a, b = world.node("a").join(), world.node("b").join()
+    shared = nodes_by_group({"a": a.leases(8), "b": b.leases(3)})
+    assert shared[0] == shared[1] == {"a", "b"}
+    assert all(shared[group] == {"a"} for group in (2, 3, 4))
+    assert sum(len(names) == 2 for names in shared.values()) == 2
+
+
+def test_what_nobody_else_takes_goes_to_who_asks(make_world: MakeWorld) -> None:
+    world = make_world(batch=BATCH | {"groups_per_batch": 1}, config={"batches_ahead": 2})
+    world.publish()
+    a, _ = world.node("a").join(), world.node("b").join()
+    assert [(x.group, x.samples) for x, _ in a.leases(4)] == [(0, [0, 1]), (1, [0, 1])]
+    assert a.leases(4) == []
+    world.clock.sleep(6)
+    assert [(x.group, x.samples) for x, _ in a.leases(4)] == [(0, [2, 3]), (1, [2, 3])]
+
+
+def test_leases_can_be_handed_out_as_they_come(make_world: MakeWorld) -> None:
+    world = make_world(batch=BATCH, config={"kept_units": 0})
+    world.publish()
+    a, _ = world.node("a").join(), world.node("b").join()
+    assert [(x.group, x.samples) for x, _ in a.leases(3)] == [(0, [0, 1]), (0, [2, 3]), (1, [0, 1])]
