@@ -6,8 +6,8 @@ Diffs are real (recorded by ``recorded_diffs.py`` in ``--cache``, which takes mi
 ``--quick`` do without where there is no recording) and synthetic, of three densities. Bytes are set against the order-0
 entropy of positions and steps, and for XC against that per exponent of the old word. Speeds are per thread, against
 ``np.copyto`` of the whole state. What is compared with hashing, and one thread with two, are the fastest of several
-turns, because whatever else the machine does hits two threads harder than one; beside it stands what a second thread
-brings to hashing, where it shares nothing with the first.
+turns, because whatever else the machine does hits two threads harder than one; beside it stands what a second process
+brings, which shares nothing with the first: more than that the cores do not have.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from protocol.weights.diff import (
 from protocol.weights.layout import Layout, State, copy_state
 from protocol.weights.state_root import state_root
 from protocol.weights.streams import Coder
+from beside_itself import two_process_scaling
 from recorded_diffs import CHAIN_LR, Recording, load, record
 from rival_codecs import RIVALS
 
@@ -303,12 +304,19 @@ def _whole(case: Case, rounds: int) -> dict[str, Any]:
             reset(live)
     least = {key: min(seconds) for key, seconds in found.items()}
     scaling = {name: least[name, 1] / least[name, 2] for name in work}
+    limits = {name: two_process_scaling(partial(_one, work[name], live), rounds) for name in ("encode", "apply")}
     to_hash = {threads: least["verified", threads] / least["hash", threads] for threads in (1, 2)}
     return {
         "apply_verify_vs_hash": to_hash[1], "apply_verify_vs_hash_two_threads": to_hash[2], "hash_s": least["hash", 1],
+        "two_process_scaling_by": limits,
         "two_thread_scaling": min(scaling["encode"], scaling["apply"]), "two_thread_scaling_by": scaling,
         "cores": cores,
     }
+
+
+def _one(work: Callable[[int], Callable[[State], None]], live: State) -> Callable[[], None]:
+    """On one thread; what is returned puts it back."""
+    return partial(work(1), live)
 
 
 def _catch_up(recording: Recording | None, quick: bool, seed: int) -> dict[str, Any]:
