@@ -147,7 +147,7 @@ def _registrations(root: Path) -> Iterator[tuple[str, str]]:
     for part in _PARTS:
         for file in sorted((root / part).rglob("*.py")):
             text = file.read_text(encoding="utf-8")
-            if 'code("E_' not in text:
+            if "code(" not in text or '"E_' not in text:
                 continue
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "code":

@@ -88,7 +88,7 @@ def screened(bench: Bench, seed: int) -> Catch:
 def _post_screen(pipeline: Pipeline, nodes: set[str], number: int) -> None:
     """What a learner's step reports. Rewards are made up so that each group has a signal: the screen ignores them."""
     world, learner, version = pipeline.world, pipeline.learner, pipeline.shown
-    groups = [g for g in learner.admitted(4096) if {s.node_id for s in g.samples} <= nodes]
+    groups = [g for g in learner.admitted(4096) if nodes.intersection(s.node_id for s in g.samples)]
     admission = Admission(world.run, {v: world.checkpoints[v][0].beacon for v in range(version + 1)})
     training = []
     for group in groups:

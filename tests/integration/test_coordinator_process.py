@@ -69,7 +69,8 @@ class Server:
 def server(tmp_path: Path) -> Iterator[Server]:
     model = make_model_folder(tmp_path / "model")
     made = subprocess.run(
-        [*COORDINATOR, "init", str(tmp_path / "run"), "--preset", "tiny", "--model", str(model), "--seed", "7"],
+        [*COORDINATOR, "init", str(tmp_path / "run"), "--preset", "tiny", "--model", str(model), "--seed", "7",
+         "--set", "batch.groups_per_batch=1000"],
         check=True, capture_output=True, text=True, timeout=120,
     )
     assert "assay://" in made.stdout
@@ -81,6 +82,19 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 def test_what_was_acknowledged_survives_kill_9(server: Server) -> None:
     """Nodes submit without a pause while the server is killed at random; each receipt they hold is there afterwards."""
+    submit_while_killed(server, seed=7, kills=3)
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_was_acknowledged_survives_twenty_kills(server: Server, seed: int) -> None:
+    submit_while_killed(server, seed=seed, kills=20)
+
+
+def submit_while_killed(server: Server, *, seed: int, kills: int) -> None:
+    """Nothing that was acknowledged is lost or paid twice, and the log has only grown."""
     link = JoinLink.parse((server.directory / "link.txt").read_text())
     url = server.start()
     with CoordinatorClient(url, None) as client:
@@ -93,8 +107,8 @@ def test_what_was_acknowledged_survives_kill_9(server: Server) -> None:
     workers = [threading.Thread(target=work, args=(url, link, i, stop, receipts)) for i in range(2)]
     for worker in workers:
         worker.start()
-    rng = random.Random(7)
-    for _ in range(3):
+    rng = random.Random(seed)
+    for _ in range(kills):
         wait_until_longer(receipts, len(receipts) + 3)
         time.sleep(rng.random() / 10)  # somewhere inside the next requests
         assert server.end(signal.SIGKILL) == -signal.SIGKILL

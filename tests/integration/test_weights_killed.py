@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from protocol.weights.layout import Layout
 from tests.fakes.checkpoints import RUN_ID, FakeLearner
 from tests.fakes.store import MemoryStore
@@ -94,8 +96,21 @@ class Follower:
 
 
 def test_twenty_kills_cost_a_chunk_each_at_most_and_never_the_state(tmp_path: Path, root: Path) -> None:
-    rng, store, kills = random.Random(2), MemoryStore(), 20
-    learner = FakeLearner(store, layout=LAYOUT, seed=2)
+    follow_while_killed(tmp_path, root, seed=2, kills=20)
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(3, 7))
+def test_a_hundred_kills(tmp_path: Path, root: Path, seed: int) -> None:
+    follow_while_killed(tmp_path, root, seed=seed, kills=100)
+
+
+def follow_while_killed(tmp_path: Path, root: Path, *, seed: int, kills: int) -> None:
+    """Each kill costs a chunk at most, and the state that is reached is the right one."""
+    rng, store = random.Random(seed), MemoryStore()
+    learner = FakeLearner(store, layout=LAYOUT, seed=seed)
     learner.publish_many(VERSIONS)
     refs = [ref for manifest in learner.manifests for ref in [*manifest.anchor, *manifest.diff]]
     total, largest = sum(ref.size_bytes for ref in refs), max(ref.size_bytes for ref in refs)
