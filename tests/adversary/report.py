@@ -95,7 +95,8 @@ seeds; the weights are those of {worlds} random models. Bundles hold 4 rollouts 
 engines 1 of up to 16, those of the rows about draws 1 of up to 8.
 
 *door*: refused by the coordinator before any verifier looks. *sum*: scores summed up over rollouts
-([statistics.md](statistics.md)). *no gain*: nobody is refused, and what was tried changes nothing.
+([statistics.md](statistics.md)). *peers*: better than its peers by more than chance, and no longer free to choose (the
+same page). *no gain*: nobody is refused, and what was tried changes nothing.
 
 | row | attack | variant | caught by | code | caught | rollouts | tokens | beside | false alarms |
 |---|---|---|---|---|---|---|---|---|---|
