@@ -64,14 +64,16 @@ CLAIMS: Final[dict[str, tuple[Claim, ...]]] = {
         "rows_worse_than_toploc == 0", "false_alarm.assay_rollouts_failed == 0",
     ),
     "audit_cost": _claims("t0_t1_ratio_to_generation <= 0.02", "t2_steady_state_ratio <= 0.03"),
-    "statistics": (),
+    "statistics": _claims("false_ban_exact_default <= 0.001", "false_ban_observed <= 0.05", "false_pin_exact <= 0.01"),
     "weight_codec": _claims(
         "xc_vs_grail_bytes <= 0.35", "apply_verify_vs_hash <= 1.5", "two_thread_scaling >= 1.6",
         "catchup20_vs_chain <= 0.45", "gap_zstd_ratio_to_bound <= 1.15", "xc_zstd_ratio_to_bound <= 1.20",
         "xc_rans_ratio_to_bound <= 1.06", "gap_encode_vs_memcpy >= 0.12", "gap_apply_vs_memcpy >= 0.25",
         "xc_encode_vs_memcpy >= 0.10", "xc_apply_vs_memcpy >= 0.12",
     ),
-    "swarm": (),
+    "swarm": _claims(  # at least as 2 / nodes
+        *(f"store_share_per_node_worst_round.{nodes} <= {2 / nodes}" for nodes in (4, 8))
+    ),
     "learner_speed": _claims(
         "vs_hf_naive >= 1.0", "vs_trl >= 1.3", "logits_memory_ratio <= 0.125", "total_memory_ratio_8192 <= 0.5"
     ),
