@@ -117,7 +117,7 @@ class Batches:
         group.state, group.consumed_version = GroupState.CONSUMED, plan.version
         lag = plan.parent_version - group.start_version
         counters.add(session, f"lag:{lag}", sum(receipt.rollouts for receipt in receipts))
-        steering.compare(session, group.id, receipts, now_ms)
+        steering.compare(session, receipts, self._run.manifest.sampling.max_new_tokens, now_ms)
         return receipts
 
     def _record(

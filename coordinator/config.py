@@ -40,9 +40,9 @@ class CoordinatorConfig(Config):
     #: busy, fewer keeps rollouts fresher
     max_active_leases: Annotated[int, Field(ge=1)] = 64
     #: leases one node may hold; halved and so on while it keeps dropping them
-    kept_units: Annotated[int, Field(ge=0)] = 8
-    #: units of groups that a node has a part of, kept for other nodes for some seconds so that all nodes' samples are
-    #: compared with those of peers; 0: leases are handed out as they come
+    share_groups: bool = True
+    #: deal the units of a group to several nodes, so that every node's samples are compared with those of peers; false:
+    #: leases are handed out as they come
     claim_ms: Annotated[int, Field(ge=1000)] = 600_000
     #: time a verifier has for a bundle
     max_inconclusive: Annotated[int, Field(ge=1)] = 3

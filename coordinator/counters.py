@@ -24,7 +24,7 @@ def totals(session: Session) -> dict[str, int]:
 
 
 def add_reason(session: Session, node_id: str, code: str) -> None:
-    """Count one more bundle of a node that was turned down with ``code``."""
+    """Count ``code`` once more among a node's reasons: for a bundle that was turned down, or for pinning its leases."""
     row = session.get(NodeReason, (node_id, code))
     if row is None:
         session.add(NodeReason(node_id=node_id, code=code, count=1))

@@ -24,7 +24,7 @@ from protocol.messages import LeaseRequest, LeaseReturn
 #: When to ask again: work may appear any moment, after the next version, or never.
 RETRY_SOON_MS: Final = 250
 RETRY_LATER_MS: Final = 1000
-#: How long the rest of a group is kept for others.
+#: How long the rest of a group is kept for others at least.
 KEPT_FOR_OTHERS_MS: Final = 5_000
 #: ``why`` of a finished run; nodes exit when they read it.
 RUN_COMPLETE: Final = "run complete"
@@ -120,8 +120,9 @@ class Leases:
     def _units(self, session: Session, node: Node, wanted: int, now_ms: int) -> list[Unit]:
         """Open units the node has the weights for, oldest first, then new groups.
 
-        The rest of a group that the node has a part of is kept for others for a moment, so that every node's samples
-        are compared with those of peers (``coordinator.steering``).
+        While it has peers, a node is compared with them in every group (``coordinator.steering``): units of groups in
+        which it has a part come last, after a moment in which others may take them, and never after it gave one of the
+        group's units back. So no node holds whole groups that it could do as it likes with.
         """
         query = (
             select(Unit)
@@ -129,19 +130,24 @@ class Leases:
             .where(Unit.state == UnitState.OPEN, Group.start_version <= node.version)
             .order_by(Unit.id)
         )
-        if self._config.kept_units == 0 or not self._has_peers(session, node, now_ms):
+        if not (self._config.share_groups and self._has_peers(session, node, now_ms)):
             units = list(session.scalars(query.limit(wanted)))
-            return units + self._new_units(session, node, wanted - len(units), now_ms)
-        begun = self._begun(session, node, now_ms)
+            return units + self._new_units(session, node, wanted - len(units), now_ms, shared=False)
+        begun, given_back = self._begun(session, node)
         units = list(session.scalars(query.where(Unit.group_id.not_in(begun)).limit(wanted)))
-        left = session.scalar(select(func.count()).select_from(query.where(Unit.group_id.in_(begun)).subquery())) or 0
-        return units + self._new_units(session, node, wanted - len(units), now_ms, self._config.kept_units - left)
+        units += self._new_units(session, node, wanted - len(units), now_ms, shared=True)
+        own = query.where(
+            Unit.group_id.in_(begun - given_back), Group.created_ms <= now_ms - KEPT_FOR_OTHERS_MS
+        )
+        return units + list(session.scalars(own.limit(wanted - len(units))))
 
-    def _begun(self, session: Session, node: Node, now_ms: int) -> list[int]:
-        """Open groups, not older than a moment, that the node has a part of."""
-        recent = select(Group.id).where(Group.state == GroupState.OPEN, Group.created_ms > now_ms - KEPT_FOR_OTHERS_MS)
-        leased = select(Unit.group_id).join(Lease, Lease.unit_id == Unit.id).where(Lease.node_id == node.id)
-        return list(session.scalars(leased.where(Unit.group_id.in_(session.scalars(recent).all())).distinct()))
+    def _begun(self, session: Session, node: Node) -> tuple[set[int], set[int]]:
+        """Open groups of which the node has or had a part, and those of which it gave one back or let it expire."""
+        opened = session.scalars(select(Group.id).where(Group.state == GroupState.OPEN)).all()
+        leased = select(Unit.group_id, Lease.state).join(Lease, Lease.unit_id == Unit.id)
+        rows = session.execute(leased.where(Lease.node_id == node.id, Unit.group_id.in_(opened))).all()
+        unfinished = (LeaseState.RETURNED, LeaseState.EXPIRED)
+        return {group for group, _ in rows}, {group for group, state in rows if state in unfinished}
 
     def _shadow_units(self, session: Session, node: Node, wanted: int, now_ms: int) -> list[Unit]:
         """Units that others make too, newest first; a drill's copies never reach the learner."""
@@ -154,18 +160,19 @@ class Leases:
             .limit(wanted)
         )
         units = list(session.scalars(query))
-        return units or self._new_units(session, node, wanted, now_ms)
+        return units or self._new_units(session, node, wanted, now_ms, shared=False)
 
     def _has_peers(self, session: Session, node: Node, now_ms: int) -> bool:
-        """Whether another node works on what the learner trains on."""
+        """Whether another node works on what the learner trains on: it was heard of within the time of a lease."""
+        since = now_ms - self._run.manifest.batch.lease_ms
         others = select(Node.id).where(
-            Node.id != node.id, Node.state == NodeState.ACTIVE, Node.last_seen_ms > now_ms - KEPT_FOR_OTHERS_MS,
+            Node.id != node.id, Node.state == NodeState.ACTIVE, Node.last_seen_ms > since,
             Node.id.not_in(select(Drill.node_id)),
         )
         return session.scalar(others.limit(1)) is not None
 
-    def _new_units(self, session: Session, node: Node, wanted: int, now_ms: int, spare: int = 0) -> list[Unit]:
-        """Units of new groups; of the first ones only one each, as long as no more than ``spare`` units are left."""
+    def _new_units(self, session: Session, node: Node, wanted: int, now_ms: int, *, shared: bool) -> list[Unit]:
+        """Units of new groups; not more than half of each where groups are ``shared``."""
         units: list[Unit] = []
         head = head_version(session)
         if head is None or head > node.version:
@@ -173,9 +180,7 @@ class Leases:
         room = self._groups.room(session)
         while len(units) < wanted and room > 0:
             opened = self._groups.open_one(session, now_ms)
-            split = len(opened) - 1 <= spare
-            spare -= len(opened) - 1 if split else 0
-            units += opened[:1] if split else opened
+            units += opened[: max(1, len(opened) // 2)] if shared else opened
             room -= 1
         return units[: max(0, wanted)]
 

@@ -127,11 +127,12 @@ class Node(Base):
     suspicion_milli: Mapped[int] = mapped_column(default=0)  #: what audited rollouts say against it, 1e-3 nats
     suspicion_rollouts: Mapped[int] = mapped_column(default=0)  #: audited rollouts that went into it
     luck_milli: Mapped[int] = mapped_column(default=0)  #: how much better than its peers' its samples are, 1e-3 nats
+    length_milli: Mapped[int] = mapped_column(default=0)  #: how much longer they are, 1e-3 nats
     pinned_ms: Mapped[int | None]  #: since when its leases are pinned to one version, for that
 
 
 class NodeReason(Base):
-    """How often a code was given for a node's rejected or inconclusive bundles."""
+    """How often a code was given for a node's rejected or inconclusive bundles, or for pinning its leases."""
 
     __tablename__ = "node_reasons"
     node_id: Mapped[str] = mapped_column(ForeignKey("nodes.id"), primary_key=True)

@@ -1,15 +1,16 @@
 """Who chooses when to take up new weights so that the completion is a better one.
 
-A node may change weights at any point of the swap grid, so it could try them all. Such a node's share of a group earns
-more than the shares of its peers, whose samples have the same prompt, start version and seeds' distribution. Every
-group that is trained on is one comparison; the evidence is summed up per node (``protocol.statistics.luck_milli``).
-At the alarm the node's leases are *pinned*: its rollouts keep the weights they start with, and there is nothing to
-choose. Nobody is punished: an honest node whose leases are pinned loses freshness, no work and no credit.
+A node may change weights at any point of the swap grid, so it could try them all and hand in what earns most, or what
+is longest. Then its share of a group does better than those of its peers, whose samples have the same prompt and start
+version. Every group that is trained on is one comparison of rewards and one of lengths; the evidence is summed up per
+node (``protocol.statistics.luck_milli``, ``length_milli``). At the alarm the node's leases are *pinned*: its rollouts
+keep the weights they start with, and there is nothing to choose. Nobody is banned and no credit is taken back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from sqlalchemy.orm import Session
@@ -17,7 +18,7 @@ from sqlalchemy.orm import Session
 from coordinator import counters, event_log
 from coordinator.models import Node, Receipt
 from protocol.errors import code
-from protocol.statistics import LUCK_ALARM_MILLI, luck_milli
+from protocol.statistics import LUCK_ALARM_MILLI, length_milli, luck_milli
 
 #: Why, in the log and among a node's reasons.
 E_STEERING: Final = code(
@@ -25,20 +26,38 @@ E_STEERING: Final = code(
 )
 
 
-def compare(session: Session, group: int, receipts: Sequence[Receipt], now_ms: int) -> None:
-    """Weigh each node's rewards of a group against those of the others; pin the leases of whoever reaches the alarm."""
-    shares: dict[str, list[int]] = {}
-    for receipt in receipts:
-        shares.setdefault(receipt.node_id, []).extend(int(value) for value in (receipt.rewards or {}).values())
-    for node_id, own in shares.items():
-        others = [reward for other, rewards in shares.items() if other != node_id for reward in rewards]
-        step = luck_milli(own, others)
+@dataclass
+class _Share:
+    """What one node, or all others, made of a group."""
+
+    rewards: list[int] = field(default_factory=list)
+    tokens: int = 0
+    rollouts: int = 0
+
+    def add(self, receipt: Receipt) -> None:
+        self.rewards += [int(value) for value in (receipt.rewards or {}).values()]
+        self.tokens += receipt.tokens
+        self.rollouts += receipt.rollouts
+
+
+def compare(session: Session, receipts: Sequence[Receipt], max_new_tokens: int, now_ms: int) -> None:
+    """Weigh each node's share of a group against the rest; pin the leases of whoever reaches an alarm.
+
+    Args:
+        receipts: those of one group, once in its life.
+    """
+    for node_id in sorted({receipt.node_id for receipt in receipts}):
+        own, rest = _Share(), _Share()
+        for receipt in receipts:
+            (own if receipt.node_id == node_id else rest).add(receipt)
         node = session.get_one(Node, node_id)
-        if step == 0 or node.pinned_ms is not None:
+        if not rest.rollouts or node.pinned_ms is not None:
             continue
-        node.luck_milli = max(0, node.luck_milli + step)
-        if node.luck_milli >= LUCK_ALARM_MILLI:
+        node.luck_milli = max(0, node.luck_milli + luck_milli(own.rewards, rest.rewards))
+        longer = length_milli((own.tokens, own.rollouts), (rest.tokens, rest.rollouts), max_new_tokens)
+        node.length_milli = max(0, node.length_milli + longer)
+        if max(node.luck_milli, node.length_milli) >= LUCK_ALARM_MILLI:
             node.pinned_ms = now_ms
-            body = {"node_id": node_id, "code": E_STEERING, "group": group, "luck_milli": node.luck_milli}
-            event_log.append(session, now_ms, "leases-pinned", body)
+            sums = {"luck_milli": node.luck_milli, "length_milli": node.length_milli}
+            event_log.append(session, now_ms, "leases-pinned", {"node_id": node_id, "code": E_STEERING, **sums})
             counters.add_reason(session, node_id, E_STEERING)

@@ -86,6 +86,7 @@ class Admission:
         oldest = version - self._manifest.batch.max_lag_versions
         first, last = rollout.segments[0].version, rollout.segments[-1].version
         _require(first == lease.start_version, f"start version {lease.start_version}", first)
+        _require(not lease.pinned or len(rollout.segments) == 1, "one segment", len(rollout.segments))
         _require(last <= version, f"versions up to {version}", last)
         if first < oldest:
             raise PeerFault(E_TOO_STALE, "a rollout is too stale", expected=f"version >= {oldest}", got=first)

@@ -329,6 +329,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("work", f"{found['open_samples']} samples open, {found['unsent']} leases unsent"),
         ("verdicts", f"accepted {found.get('accepted')}, rejected {found.get('rejected')}, "
                      f"inconclusive {found.get('inconclusive')}" + (f" ({reasons})" if reasons else "")),
+        ("leases", "pinned (E_STEERING): rollouts keep their first version" if found.get("pinned_ms") else ""),
         ("credit", f"{found.get('credit')} settled, {found.get('credit_pending')} pending"),
         ("peers", "" if found.get("peers_connected") is None else f"{found['peers_connected']} connected"),
         ("contact", "never" if contact is None else f"{contact} s before that"),

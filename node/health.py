@@ -83,7 +83,10 @@ class Health:
 
     def snapshot(self) -> dict[str, Any]:
         """Counters, record and contact, for status.json."""
-        kept = ("accepted", "rejected", "inconclusive", "reasons", "credit", "credit_pending", "dropped", "drill")
+        kept = (
+            "accepted", "rejected", "inconclusive", "reasons", "credit", "credit_pending", "dropped", "drill",
+            "pinned_ms",
+        )
         with self._lock:
             record = {name: self._record.get(name) for name in kept}
             return record | {

@@ -40,8 +40,8 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     "E_SEGMENT_VERSION": ("the node ran a version that the lease does not start with, or that is not published",),
     "E_STEERING": (
         "the node tries several moments for taking up new weights and hands in the completion that earns most",
-        "chance: at most 1 % of honest nodes within 10,000 groups; or a lead of .03 and more in mean reward for another"
-        " reason",
+        "better or longer completions for an honest reason: always fresher weights than its peers'",
+        "chance: at most 1 % of honest nodes within 10,000 groups",
     ),
     "E_SWAP_PINNED": ("the node took up new weights in a lease that forbids it",),
     "E_SIGNATURE": ("the commitment was changed after signing, or signed with another key",),
@@ -94,7 +94,8 @@ ADVICE: Final[dict[str, str]] = {
     "E_LOG_FILE": "Download the log again: assay audit log URL --root HEX --save FILE.",
     "E_UNREACHABLE": "Check the address, and that the coordinator is up; then try again.",
     "E_FILE": "Check the name, its permissions and the free space.",
-    "E_STEERING": "Nothing: the node works on under pinned leases. An operator who knows better may unban it.",
+    "E_STEERING": "Nothing: the node works on under pinned leases. An operator who knows better may unban it,"
+    " which also starts its trust anew.",
     "E_USAGE": "See assay audit --help.",
 }
 

@@ -150,5 +150,19 @@ def luck_milli(own: Sequence[int], others: Sequence[int]) -> int:
     both = [*own, *others]
     if not own or not others or max(both) == min(both):
         return 0
-    lead = (sum(own) * len(others) - sum(others) * len(own)) / (len(own) * len(others) * (max(both) - min(both)))
+    return _bet((sum(own) / len(own) - sum(others) / len(others)) / (max(both) - min(both)))
+
+
+def length_milli(own: tuple[int, int], others: tuple[int, int], limit: int) -> int:
+    """The same for the length of completions, which credit is paid for, from ``(tokens, rollouts)`` of each side.
+
+    Args:
+        limit: most tokens of a rollout.
+    """
+    if not own[1] or not others[1]:
+        return 0
+    return _bet((own[0] / own[1] - others[0] / others[1]) / limit)
+
+
+def _bet(lead: float) -> int:
     return math.floor(1000 * math.log1p(LUCK_STAKE * lead))

@@ -13,13 +13,18 @@ from tests.adversary.honest_zoo import calibrate
 from tests.adversary.pipeline import Cheat, Handed, NodeAtWork, Pipeline
 from tests.adversary.registry import Catch
 from tests.adversary.stacks import Stack
-from tests.adversary.world import RestlessWorld, World
+from tests.adversary.world import RestlessWorld, ShortWorld, World
 from verifier.submission import Submission
 
 ONE = {"samples_per_lease": 1}
 NEVER = {"ramp": 0, "floor_ppm": 0}
 ALL_TWICE = {"replicate_ppm": 1_000_000}
-#: Settings of a run: changes of its manifest.
+#: Two nodes share every group, versions differ much, and random models earn something: all that steering needs.
+STEERED: dict[str, Any] = {
+    "batch": ONE | {"group_size": 2}, "max_new_tokens": 16, "sampling": {"swap_grid": 4},
+    "environments": [Environment(name="sort", kind="letters")], "audit": {"ramp": 0},
+}
+#: Settings of a run: changes of its manifest, and the class of its world.
 SETTINGS: dict[str, dict[str, Any]] = {
     "new": {},  # as shipped: a new node is audited twenty times
     "single": {"batch": ONE, "max_new_tokens": 16},  # the same, one rollout per bundle
@@ -32,11 +37,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "calibrated": {"audit": {"ramp": 100_000}},  # profiles with null distributions; everything is recomputed
     "dropping": {},  # where leases are dropped and versions come out, apart from the others
     "liar": {},
-    # Two nodes share every group, versions differ much, and random models earn something: all that steering needs.
-    "steered": {
-        "batch": ONE | {"group_size": 2}, "max_new_tokens": 16, "sampling": {"swap_grid": 4}, "world": RestlessWorld,
-        "environments": [Environment(name="sort", kind="letters")], "audit": {"ramp": 0},
-    },
+    "steered": STEERED | {"world": RestlessWorld},
+    "stretched": STEERED | {"world": ShortWorld},
 }
 #: Stacks whose rollouts calibrate a run's profiles.
 CALIBRATING = (Stack(), Stack("prefill", padding="right"), Stack(dtype="bf16"), Stack(dtype="bf16", attention="eager"))

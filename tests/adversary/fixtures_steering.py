@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -55,10 +56,11 @@ def lawful_ways(world: World, start: int, newest: int) -> list[list[Segment]]:
     ]
 
 
-def choosing(pipeline: Pipeline, freedom: list[int]) -> Cheat:
-    """All lawful swaps of a rollout are tried, and the one that earns most is handed in.
+def choosing(pipeline: Pipeline, better: Callable[[World, Lease, Rollout], int], freedom: list[int]) -> Cheat:
+    """All lawful swaps of a rollout are tried, and the best one is handed in.
 
     Args:
+        better: how good a rollout is to the cheat.
         freedom: gets the number of different completions that each rollout could be.
     """
 
@@ -68,7 +70,7 @@ def choosing(pipeline: Pipeline, freedom: list[int]) -> Cheat:
         chosen = []
         for options in zip(*made, strict=True):
             freedom.append(len({tuple(option.tokens.tolist()) for option in options}))
-            chosen.append(max(options, key=lambda option: _reward(world, unit.lease, option)))
+            chosen.append(max(options, key=lambda option: better(world, unit.lease, option)))
         return _handed_in(world, unit, spooled, Bundle(tuple(chosen)))
 
     return Cheat(seal=seal)
@@ -117,11 +119,26 @@ def work(pipeline: Pipeline, first: NodeAtWork, *others: NodeAtWork) -> None:
     _train(pipeline)
 
 
+def _length(_world: World, _lease: Lease, rollout: Rollout) -> int:
+    return len(rollout)
+
+
 @fixture(31, "choosing the swap point that earns most", "peers", E_STEERING)
 def choosing_the_swap(bench: Bench, seed: int) -> Catch:
     """All of it is lawful. Its samples do better than its peers' of the same groups, until it may not swap any more."""
-    pipeline, freedom = bench.pipeline("steered", seed), []
-    steerer, peer = pipeline.node(f"steerer {seed}", choosing(pipeline, freedom)), pipeline.node(f"peer {seed}")
+    return _steer(bench, "steered", seed, _reward)
+
+
+@fixture(31, "choosing the swap point that makes most tokens", "peers", E_STEERING)
+def choosing_for_length(bench: Bench, seed: int) -> Catch:
+    """Credit is paid per token, so length is worth something too."""
+    return _steer(bench, "stretched", seed, _length)
+
+
+def _steer(bench: Bench, setting: str, seed: int, better: Callable[[World, Lease, Rollout], int]) -> Catch:
+    pipeline, freedom = bench.pipeline(setting, seed), []
+    steerer = pipeline.node(f"steerer {seed}", choosing(pipeline, better, freedom))
+    peer = pipeline.node(f"peer {seed}")
     turns = 0
     while steerer.row["pinned_ms"] is None and turns < MOST:
         work(pipeline, steerer, peer)

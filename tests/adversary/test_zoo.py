@@ -9,13 +9,15 @@ import pytest
 from tests.adversary import report
 from tests.adversary.bench import Bench
 from tests.adversary.fixtures import FIXTURES
+from tests.adversary.fixtures_steering import work
 from tests.adversary.registry import ROWS, Fixture, attempt, power_of
 
 #: Fixtures that need a calibration or many bundles: left to the slow tests.
 LONG = frozenset({
     "int8 weights from a node that is audited at 5 %", "log-probabilities off by .0008 nats, inside every limit",
     "int8 weights under the name of bf16", "int4 weights under the name of bf16",
-    "choosing the swap point that earns most", "int8 weights at both nodes, audited at 5 %",
+    "choosing the swap point that earns most", "choosing the swap point that makes most tokens",
+    "int8 weights at both nodes, audited at 5 %",
     "int8 weights under the name of bf16, one short bundle",
 })
 CAUGHT = [fixture for fixture in FIXTURES if fixture.kind == "caught"]
@@ -71,6 +73,19 @@ def test_every_attack_is_caught_every_time(bench, fixture):
     power = power_of([attempt(fixture, bench, seed) for seed in range(TRIALS)])
     assert power.caught == power.trials
     assert power.alarms == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_honest_nodes_that_share_groups_are_not_pinned(bench):
+    """As long as a steerer of the same setting gets away with it at most, and swapping all the time."""
+    pipeline = bench.pipeline("steered", 1)
+    nodes = [pipeline.node(f"honest, sharing {i}") for i in range(2)]
+    for turn in range(70):
+        work(pipeline, *nodes[:: 1 if turn % 2 else -1])
+    rows = [node.row for node in nodes]
+    assert all(row["accepted"] > 150 for row in rows)
+    assert [row["pinned_ms"] for row in rows] == [None, None], rows
 
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="documented in SECURITY.md and docs/attack-zoo.md")

@@ -279,6 +279,16 @@ class RestlessWorld(World):
         return _next_state(self.states[0], self.rng, 0.2) if self.states else super()._next_state()
 
 
+class ShortWorld(RestlessWorld):
+    """The same with completions of very unlike lengths: the end's embedding is three times as loud as the others."""
+
+    def _next_state(self) -> State:
+        state = super()._next_state()
+        if self.states:  # the first one is what all others are made of
+            state["model.embed_tokens.weight"][EOS] = to_bits(3 * from_bits(state["model.embed_tokens.weight"][EOS]))
+        return state
+
+
 def replaced(bundle: Bundle, index: int, **columns: object) -> Bundle:
     """The bundle with some columns of one rollout replaced."""
     rollouts = list(bundle.rollouts)

@@ -1,4 +1,4 @@
-"""How much better a node's samples are than its peers', and since when its leases are pinned to one version."""
+"""How much better and longer a node's samples are than its peers', and since when its leases are pinned."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -13,11 +13,12 @@ INTEGER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 def upgrade() -> None:
     with op.batch_alter_table("nodes") as nodes:
-        nodes.add_column(sa.Column("luck_milli", INTEGER, nullable=False, server_default="0"))
+        for name in ("luck_milli", "length_milli"):
+            nodes.add_column(sa.Column(name, INTEGER, nullable=False, server_default="0"))
         nodes.add_column(sa.Column("pinned_ms", INTEGER, nullable=True))
 
 
 def downgrade() -> None:
     with op.batch_alter_table("nodes") as nodes:
-        nodes.drop_column("luck_milli")
-        nodes.drop_column("pinned_ms")
+        for name in ("luck_milli", "length_milli", "pinned_ms"):
+            nodes.drop_column(name)

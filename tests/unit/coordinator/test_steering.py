@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from typing import Any
 
 from coordinator.steering import E_STEERING
-from protocol.messages import Lease
+from protocol.messages import Lease, LeaseReturn
 from protocol.statistics import LUCK_ALARM_MILLI
-from tests.fakes.coordinator import FakeNode, World
+from tests.fakes.coordinator import RUN_ID, FakeNode, World
 from tests.unit.coordinator.conftest import MakeWorld, check_log
 
 BATCH = {"groups_per_batch": 20, "group_size": 4, "samples_per_lease": 2, "max_lag_versions": 3}
@@ -85,15 +85,26 @@ def test_equal_rewards_and_groups_without_peers_say_nothing(make_world: MakeWorl
     assert [world.node_row(node)["luck_milli"] for node in (alone, other)] == [0, 0]
 
 
+def test_a_node_whose_completions_are_always_longer_is_pinned_too(make_world: MakeWorld, monkeypatch: Any) -> None:
+    world = make_world(batch=BATCH, sampling={"max_new_tokens": 8})
+    world.publish()
+    long, short = world.node("long").join(), world.node("short").join()
+    honest = short.commitment
+    monkeypatch.setattr(
+        short, "commitment", lambda lease, *rest, **changes: honest(lease, *rest, tokens=len(lease.samples), **changes)
+    )
+    turns = 0
+    while world.node_row(long)["pinned_ms"] is None:
+        turn(world, [(long, 500_000), (short, 500_000)])
+        turns += 1
+        assert turns < 60
+    row = world.node_row(long)
+    assert (row["luck_milli"], row["state"], row["reasons"]) == (0, "active", {E_STEERING: 1})
+    assert row["length_milli"] >= LUCK_ALARM_MILLI
+    assert (world.node_row(short)["length_milli"], world.node_row(short)["pinned_ms"]) == (0, None)
+
+
 # -- who gets which part of a group -------------------------------------------------------------------------
-
-
-def nodes_by_group(nodes: dict[str, list[tuple[Lease, str]]]) -> dict[int, set[str]]:
-    found: dict[int, set[str]] = defaultdict(set)
-    for name, leases in nodes.items():
-        for lease, _ in leases:
-            found[lease.group].add(name)
-    return found
 
 
 def test_nodes_share_groups(make_world: MakeWorld) -> None:
@@ -105,14 +116,43 @@ def test_nodes_share_groups(make_world: MakeWorld) -> None:
     assert [(x.group, x.samples) for x, _ in others] == [(g, [2, 3]) for g in range(4)]
 
 
-def test_no_more_than_a_few_units_wait_for_others(make_world: MakeWorld) -> None:
-    world = make_world(batch=BATCH, config={"kept_units": 2})
+def test_nobody_gets_a_whole_group_while_others_work(make_world: MakeWorld) -> None:
+    world = make_world(batch=BATCH | {"groups_per_batch": 5}, config={"batches_ahead": 2})
     world.publish()
     a, b = world.node("a").join(), world.node("b").join()
-    shared = nodes_by_group({"a": a.leases(8), "b": b.leases(3)})
-    assert shared[0] == shared[1] == {"a", "b"}
-    assert all(shared[group] == {"a"} for group in (2, 3, 4))
-    assert sum(len(names) == 2 for names in shared.values()) == 2
+    assert [(x.group, x.samples) for x, _ in a.leases(64)] == [(g, [0, 1]) for g in range(10)]
+    assert a.leases(64) == []
+    world.clock.sleep(4)
+    assert [(x.group, x.samples) for x, _ in b.leases(3)] == [(g, [2, 3]) for g in range(3)]
+    assert a.leases(64) == []
+    world.clock.sleep(2)  # now they have waited long enough
+    assert [(x.group, x.samples) for x, _ in a.leases(64)] == [(g, [2, 3]) for g in range(3, 10)]
+
+
+def test_peers_that_are_busy_are_peers(make_world: MakeWorld) -> None:
+    """A node that works on a full house asks for nothing; its share is kept all the same."""
+    world = make_world(batch=BATCH | {"lease_ms": 120_000})
+    world.publish()
+    a, b = world.node("a").join(), world.node("b").join()
+    world.clock.sleep(100)
+    assert [(x.group, x.samples) for x, _ in a.leases(2)] == [(0, [0, 1]), (1, [0, 1])]
+    assert [(x.group, x.samples) for x, _ in b.leases(2)] == [(0, [2, 3]), (1, [2, 3])]
+    world.clock.sleep(121)  # nothing was heard of b for the time of a lease
+    a.ask(0 + 1)
+    assert {x.group for x, _ in a.leases(3)} & {0, 1}
+
+
+def test_who_gives_a_unit_back_gets_no_other_of_its_group(make_world: MakeWorld) -> None:
+    world = make_world(batch=BATCH | {"groups_per_batch": 1}, config={"batches_ahead": 1})
+    world.publish()
+    a, b = world.node("a").join(), world.node("b").join()
+    [(lease, _)] = a.leases(1)
+    a.client.return_leases(LeaseReturn(
+        run_id=RUN_ID, node_id=a.key.id, lease_ids=[lease.lease_id], reason="a test", issued_at_ms=world.clock.now_ms()
+    ))
+    world.clock.sleep(6)
+    assert a.leases(4) == []
+    assert [(x.group, x.samples) for x, _ in b.leases(4)] == [(0, [0, 1]), (0, [2, 3])]
 
 
 def test_what_nobody_else_takes_goes_to_who_asks(make_world: MakeWorld) -> None:
@@ -126,7 +166,7 @@ def test_what_nobody_else_takes_goes_to_who_asks(make_world: MakeWorld) -> None:
 
 
 def test_leases_can_be_handed_out_as_they_come(make_world: MakeWorld) -> None:
-    world = make_world(batch=BATCH, config={"kept_units": 0})
+    world = make_world(batch=BATCH, config={"share_groups": False})
     world.publish()
     a, _ = world.node("a").join(), world.node("b").join()
     assert [(x.group, x.samples) for x, _ in a.leases(3)] == [(0, [0, 1]), (0, [2, 3]), (1, [0, 1])]

@@ -20,6 +20,7 @@ from protocol.statistics import (
     RolloutStatistics,
     advance,
     alarm_milli,
+    length_milli,
     luck_milli,
     score,
     state_scores,
@@ -136,6 +137,12 @@ def test_luck_needs_peers_and_differences() -> None:
     assert luck_milli([9], [3]) == math.floor(1000 * math.log(1.5))
     assert luck_milli([3], [9]) == math.floor(1000 * math.log(0.5))
     assert luck_milli([1, 0], [0, 0]) == math.floor(1000 * math.log(1.25))
+
+
+def test_length_is_weighed_like_luck() -> None:
+    assert length_milli((8, 1), (0, 0), 8) == length_milli((0, 0), (8, 1), 8) == length_milli((8, 2), (4, 1), 8) == 0
+    assert length_milli((8, 1), (4, 1), 8) == math.floor(1000 * math.log(1.25))
+    assert length_milli((4, 1), (16, 2), 8) == math.floor(1000 * math.log(0.75))
 
 
 def test_honest_luck_reaches_a_low_level_less_often_than_the_bound_says() -> None:
