@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
-from sqlalchemy import func, select
+from sqlalchemy import and_, func, or_, select
 from sqlalchemy.orm import Session
 
 from coordinator import event_log
@@ -121,8 +121,8 @@ class Leases:
         """Open units the node has the weights for, oldest first, then new groups.
 
         While it has peers, a node is compared with them in every group (``coordinator.steering``): units of groups in
-        which it has a part come last, after a moment in which others may take them, and never after it gave one of the
-        group's units back. So no node holds whole groups that it could do as it likes with.
+        which it has a part come last, after a moment in which others may take them, or after twice the time of a lease
+        once it gave one of them back. So no node holds whole groups that it could do as it likes with.
         """
         query = (
             select(Unit)
@@ -136,10 +136,12 @@ class Leases:
         begun, given_back = self._begun(session, node)
         units = list(session.scalars(query.where(Unit.group_id.not_in(begun)).limit(wanted)))
         units += self._new_units(session, node, wanted - len(units), now_ms, shared=True)
-        own = query.where(
-            Unit.group_id.in_(begun - given_back), Group.created_ms <= now_ms - KEPT_FOR_OTHERS_MS
+        patience = 2 * self._run.manifest.batch.lease_ms
+        own = or_(
+            and_(Unit.group_id.in_(begun - given_back), Group.created_ms <= now_ms - KEPT_FOR_OTHERS_MS),
+            and_(Unit.group_id.in_(given_back), Group.created_ms <= now_ms - patience),
         )
-        return units + list(session.scalars(own.limit(wanted - len(units))))
+        return units + list(session.scalars(query.where(own).limit(wanted - len(units))))
 
     def _begun(self, session: Session, node: Node) -> tuple[set[int], set[int]]:
         """Open groups of which the node has or had a part, and those of which it gave one back or let it expire."""

@@ -142,7 +142,7 @@ def test_peers_that_are_busy_are_peers(make_world: MakeWorld) -> None:
     assert {x.group for x, _ in a.leases(3)} & {0, 1}
 
 
-def test_who_gives_a_unit_back_gets_no_other_of_its_group(make_world: MakeWorld) -> None:
+def test_who_gives_a_unit_back_waits_long_for_others_of_its_group(make_world: MakeWorld) -> None:
     world = make_world(batch=BATCH | {"groups_per_batch": 1}, config={"batches_ahead": 1})
     world.publish()
     a, b = world.node("a").join(), world.node("b").join()
@@ -152,7 +152,11 @@ def test_who_gives_a_unit_back_gets_no_other_of_its_group(make_world: MakeWorld)
     ))
     world.clock.sleep(6)
     assert a.leases(4) == []
-    assert [(x.group, x.samples) for x, _ in b.leases(4)] == [(0, [0, 1]), (0, [2, 3])]
+    assert [(x.group, x.samples) for x, _ in b.leases(1)] == [(0, [0, 1])]
+    world.clock.sleep(2 * 120)
+    world.node("c").join()
+    [(lease, _), *_] = a.leases(4)
+    assert (lease.group, lease.samples) == (0, [0, 1])  # nobody did it: better than a stale group
 
 
 def test_what_nobody_else_takes_goes_to_who_asks(make_world: MakeWorld) -> None:
