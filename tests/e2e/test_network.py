@@ -25,10 +25,10 @@ HONEST = ("alice", "bob")
 VICTIMS = ("learner", "alice", "verifier", "coordinator", "bob")
 CHEAT = "mallory-edited-answer"
 #: Small batches and two drills, so that the run ends soon.
-VERSIONS = 16
+VERSIONS = 24
 SETTINGS = (
     "batch.groups_per_batch=8", "batch.group_size=4", "batch.samples_per_lease=4",
-    'up.drills=["edited-answer", "int8"]', "up.time_limit_s=400",
+    'up.drills=["edited-answer", "int8"]', "up.time_limit_s=500",
 )
 SUMMARY_KEYS = {
     "versions_published", "reward_first", "reward_last", "rollouts_accepted", "rollouts_rejected", "tokens_generated",
@@ -81,7 +81,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Story:
         for victim in VICTIMS:
             story.logs.append(up.log_entries())
             up.kill(victim)
-        up.wait_for(lambda events: any(e["event"] == "complete" for e in events), 240, "end of the run")
+        up.wait_for(lambda events: any(e["event"] == "complete" for e in events), 300, "end of the run")
         story.end_status = up.end(150)
         story.end_pids, story.events = up.pids(), list(up.events)
         assert story.end_status == 0, up.story()
