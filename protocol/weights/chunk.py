@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from protocol.errors import PeerFault
 from protocol.weights import steps, xc
 from protocol.weights.classes import MAX_CLASSES, Changes
+from protocol.weights.coder import Coder
 from protocol.weights.streams import (
     E_CHUNK,
     E_CHUNK_LIMIT,
-    Coder,
     Cursor,
     decode_planes,
     encode_planes,

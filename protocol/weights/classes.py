@@ -1,15 +1,16 @@
-"""Classes of words by the exponent they had before: how changes are placed within them, and how classes are chosen.
+"""Classes of words by the exponent they had before: how changes are placed within them.
 
 How likely a weight is to change, and how far, depends on how its exponent compares with the optimiser's step. Both ends
 hold the old words, so positions are counted among the words of one class, where changes are spread evenly.
 
 A word's *key* is the top byte of its pattern without the sign: the exponent of BF16 and F32, exponent and upper
-mantissa of F16. A class is a range of keys. Spec: ``docs/spec/weight-diff.md``, "Exponent classes".
+mantissa of F16. A class is a range of keys; :mod:`choice` says which. Spec: ``docs/spec/weight-diff.md``, "Exponent
+classes".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,26 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.weights import steps
-from protocol.weights.tokens import tokens_of
 
 #: Most classes of a segment: their counters fit two 64-bit registers, one byte each.
 MAX_CLASSES: Final = 16
-#: Estimated cost of one more class, in bits: its record, three streams, two tables of an entropy coder.
-_CLASS_BITS: Final = 8 * 80
-#: Step magnitudes told apart when classes are chosen.
-MAGNITUDES: Final = 64
-#: Words per block of a sample, and how many blocks one sampled block stands for.
-_SAMPLE_BLOCK, _SAMPLE_EVERY = 2048, 32
-#: Fewest words for which sampling is exact enough.
-_SAMPLED_WORDS: Final = 2**20
-#: Words below which more than one class does not pay.
-_SMALL_WORDS: Final = 512
-#: Groups of keys that may become classes of their own.
-_GROUPS: Final = 48
-
-
-#: See :func:`count_cells`.
-Count = Callable[[NDArray[Any], NDArray[Any]], tuple[NDArray[np.int64], NDArray[np.int64]]]
 
 
 @dataclass(frozen=True)
@@ -124,103 +108,3 @@ def join(
         return None
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(gaps, dtype=np.int64)])[np.cumsum([0, *counts])]
     return (magnitudes << np.uint32(1) | away).astype(words), np.diff(ends) + counts
-
-
-# -- choosing classes ------------------------------------------------------------------------------------
-
-
-def choose(
-    old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]], count: Count | None = None
-) -> NDArray[np.uint8]:
-    """(C,) smallest key of each class; ``count`` stands in for :func:`count_cells`.
-
-    From a sample of the words; exact optimum, under the estimate, over all ways to cut the keys into ranges.
-    """
-    if sum(map(len, old)) < _SMALL_WORDS:
-        return np.zeros(1, np.uint8)
-    populations, magnitudes = _histograms(old, new, count or count_cells)
-    groups = _groups(populations, magnitudes.sum(1))
-    starts = np.append(groups, 256)
-    costs = _range_costs(
-        np.add.reduceat(populations, groups), np.add.reduceat(magnitudes, groups, axis=0)
-    )
-    return starts[_best_cuts(costs)].astype(np.uint8)
-
-
-def _histograms(
-    old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]], count: Count
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(256,) words of each key and (256, MAGNITUDES) changed ones by size of the step, both estimated."""
-    populations, magnitudes = np.zeros(256), np.zeros((256, MAGNITUDES))
-    stride = _SAMPLE_EVERY if sum(map(len, old)) >= _SAMPLED_WORDS else 1
-    for before, after in zip(old, new, strict=True):
-        scale = 1.0
-        if stride > 1 and len(before) >= stride * _SAMPLE_BLOCK:
-            whole = len(before) // _SAMPLE_BLOCK * _SAMPLE_BLOCK
-            scale = len(before)
-            before, after = (x[:whole].reshape(-1, _SAMPLE_BLOCK)[::stride].reshape(-1) for x in (before, after))
-            scale /= len(before)
-        of_keys, of_cells = count(before, after)
-        populations += scale * of_keys
-        magnitudes += scale * of_cells
-    return populations, magnitudes
-
-
-def count_cells(before: NDArray[Any], after: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(256,) words of each key; (256, MAGNITUDES) changed ones by token of the step's magnitude, the last for more."""
-    keys = keys_of(before)
-    at = np.flatnonzero(before != after)
-    size = np.minimum(tokens_of((steps.fold(before[at], after[at]) >> 1).astype(np.uint32)), MAGNITUDES - 1)
-    cells = np.bincount(keys[at].astype(np.int64) * MAGNITUDES + size, minlength=256 * MAGNITUDES)
-    return np.bincount(keys, minlength=256), cells.reshape(256, MAGNITUDES)
-
-
-def _groups(populations: NDArray[np.float64], changed: NDArray[np.float64]) -> NDArray[np.int64]:
-    """First keys of at most about ``_GROUPS`` ranges that hold comparable shares of words and changes."""
-    share = np.cumsum(populations) / max(populations.sum(), 1) + np.cumsum(changed) / max(changed.sum(), 1)
-    bucket = np.floor(share * _GROUPS / 2)
-    return np.concatenate([[0], np.flatnonzero(np.diff(bucket)) + 1])
-
-
-def _range_costs(populations: NDArray[np.float64], magnitudes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(G, G + 1) bits that one class of groups i to j (excluded) takes; infinite where i >= j."""
-    total = _differences(populations)
-    changed = _differences(magnitudes.sum(1))
-    steps_bits = _xlog2x(changed) - sum(_xlog2x(_differences(column)) for column in magnitudes.T if column.any())
-    place_bits = _xlog2x(total) - _xlog2x(changed) - _xlog2x(total - changed)
-    costs: NDArray[np.float64] = place_bits + steps_bits + changed + np.where(changed > 0, _CLASS_BITS, 8 * 9)
-    costs[np.tril_indices(len(costs), -1)] = np.inf
-    costs[np.diag_indices(len(costs))] = np.inf
-    return costs
-
-
-def _differences(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(G, G + 1) sum of values i to j (excluded), 0 where i >= j."""
-    ends = np.concatenate([[0.0], np.cumsum(values)])
-    sums: NDArray[np.float64] = np.maximum(ends[None, :] - ends[:-1, None], 0.0)
-    return sums
-
-
-def _xlog2x(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    logs = np.log2(values, out=np.zeros_like(values), where=values > 0)
-    product: NDArray[np.float64] = np.maximum(values, 0.0) * logs
-    return product
-
-
-def _best_cuts(costs: NDArray[np.float64]) -> list[int]:
-    """Group indices at which classes begin, at most ``MAX_CLASSES``: the cheapest way to cut the groups."""
-    groups = len(costs)
-    best = np.full((MAX_CLASSES + 1, groups + 1), np.inf)
-    best[0, 0] = 0.0
-    origin = np.zeros((MAX_CLASSES + 1, groups + 1), np.int64)
-    for c in range(1, MAX_CLASSES + 1):
-        totals = best[c - 1, :groups, None] + costs
-        origin[c] = np.argmin(totals, axis=0)
-        best[c] = totals[origin[c], np.arange(groups + 1)]
-    c = int(np.argmin(best[:, groups]))
-    end, cuts = groups, list[int]()
-    while c:
-        end = int(origin[c, end])
-        cuts.append(end)
-        c -= 1
-    return cuts[::-1]

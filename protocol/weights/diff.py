@@ -33,8 +33,9 @@ from protocol.weights.chunk import (
     encode_xc,
     open_chunk,
 )
+from protocol.weights.coder import Coder
 from protocol.weights.layout import Layout, Piece, State, check_state, flat
-from protocol.weights.streams import E_CHUNK, Coder
+from protocol.weights.streams import E_CHUNK
 
 #: State bytes of one segment of a diff: enough for its tables to cost little, few enough to keep all cores busy.
 DIFF_SEGMENT_BYTES: Final = 32 * 2**20
@@ -203,14 +204,28 @@ def _gather(layout: Layout, state: State, start: int, end: int, words: np.dtype[
 
 
 def _spread(call: Callable[[_A], _B], items: Sequence[_A], nbytes: int, threads: int) -> list[_B]:
-    """Results of ``call`` in order, from several threads where that pays; all have ended when one has failed."""
+    """Results of ``call`` in order, from this thread and others where that pays; all have ended when one has failed."""
     if threads == 1 or len(items) < 2 or nbytes < _THREADED_BYTES:
         return [call(item) for item in items]
-    pool = ThreadPoolExecutor(threads)
-    try:
-        return list(pool.map(call, items))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    results: list[Any] = [None] * len(items)
+    left = iter(range(len(items)))
+
+    def work() -> None:
+        try:
+            for i in left:
+                results[i] = call(items[i])
+        except BaseException:
+            for _ in left:  # so that nobody begins anything more
+                pass
+            raise
+
+    helpers = min(threads, len(items)) - 1
+    with ThreadPoolExecutor(helpers) as pool:
+        others = [pool.submit(work) for _ in range(helpers)]
+        work()
+    for other in others:
+        other.result()
+    return results
 
 
 def _encode_range(

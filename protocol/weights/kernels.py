@@ -1,44 +1,59 @@
 """The codec's hot loops, compiled where numba is at hand; in numpy, with the same results, where it is not.
 
-Everything here delegates to :mod:`classes`, :mod:`tokens` and :mod:`rans`, or to the kernels of ``codec_jit``.
+Everything here delegates to :mod:`choice`, :mod:`classes`, :mod:`columns`, :mod:`tokens` and :mod:`rans`, or to the
+kernels of ``choice_jit``, ``codec_jit`` and ``entropy_jit``. A kernel does all it can for a whole segment in one call:
+what Python does in between holds the GIL, and threads that wait for that are put to sleep.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.weights import classes, rans, tokens
-from protocol.weights.classes import MAGNITUDES, MAX_CLASSES, Changes
+from protocol.weights import choice, classes, columns, rans, tokens
+from protocol.weights.classes import MAX_CLASSES, Changes
+
+#: One word in so many is given room when changes are looked for; where more have changed, the room is made larger.
+_EXPECTED_ONE_IN = 16
+#: Room beyond that: two blocks of the kernel.
+_MARGIN = 4096
+
+
+class Compiled(NamedTuple):
+    """Modules of kernels."""
+
+    choice: ModuleType
+    codec: ModuleType
+    entropy: ModuleType
 
 
 @cache
-def compiled() -> ModuleType | None:
+def compiled() -> Compiled | None:
     """The numba kernels, or None where numba is missing or has nowhere to cache; results are the same either way."""
     try:
-        from protocol.weights import codec_jit
+        from protocol.weights import choice_jit, codec_jit, entropy_jit
     except (ImportError, RuntimeError):
         return None
-    return codec_jit
+    return Compiled(choice_jit, codec_jit, entropy_jit)
 
 
 def choose(old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
-    """See :func:`classes.choose`."""
-    kernel = compiled()
-    if kernel is None:
-        return classes.choose(old, new)
-
-    def count(before: NDArray[Any], after: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        keys, cells = np.zeros(256, np.int64), np.zeros((256, MAGNITUDES), np.int64)
-        kernel.count_cells(_aligned(before), _aligned(after), _top(before.dtype), keys, cells)
-        return keys, cells
-
-    return classes.choose(old, new, count)
+    """See :func:`choice.choose`."""
+    kernel, stride = compiled(), choice.stride_of(sum(map(len, old)))
+    if kernel is None or not stride:
+        return choice.choose(old, new)
+    words, firsts = old[0].dtype, np.empty(MAX_CLASSES, np.uint8)
+    before, after = _aligned(old), _aligned(new)
+    lengths = _lengths(old)
+    addresses = _addresses(before, words, lengths), _addresses(after, words, lengths)
+    found = kernel.choice.choose(*addresses, lengths, np.empty(0, words), _top(words), stride, firsts)
+    return firsts[:found]
 
 
 def scan(old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]], firsts: NDArray[np.uint8]) -> Changes:
@@ -46,55 +61,73 @@ def scan(old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]], firsts: NDArr
     kernel = compiled()
     if kernel is None:
         return classes.scan(old, new, firsts)
-    words = old[0].dtype
-    size = sum(map(len, old))  # pages that are never written take no memory
-    which, gaps, folded = np.empty(size, np.uint8), np.empty(size, np.uint32), np.empty(size, words)
+    words, before, after = old[0].dtype, _aligned(old), _aligned(new)
     populations, previous = np.zeros(MAX_CLASSES, np.int64), np.full(MAX_CLASSES, -1, np.int64)
-    state = _limits(firsts), classes.table_of(firsts), populations, previous, which, gaps, folded
-    n = 0
-    for before, after in zip(old, new, strict=True):
-        n = kernel.scan_piece(_aligned(before), _aligned(after), _top(words), *state, n)
-    counts = np.bincount(which[:n], minlength=len(firsts))
+    place, n = np.zeros(2, np.int64), 0
+    lengths = _lengths(old)
+    pieces = _addresses(before, words, lengths), _addresses(after, words, lengths), lengths, _top(words)
+    state = _limits(firsts), classes.table_of(firsts), populations, previous, place
+    found = [np.empty(0, kind) for kind in (np.uint8, np.uint32, words)]
+    room = sum(map(len, old)) // _EXPECTED_ONE_IN + _MARGIN
+    while place[0] < len(old):
+        found = [_longer(column, n, room) for column in found]
+        n = kernel.codec.scan(*pieces, *state, *found, n)
+        room = 4 * room
+    which, gaps, folded = (column[:n] for column in found)
+    counts = np.bincount(which, minlength=len(firsts))
     sorted_gaps, sorted_folded = np.empty(n, np.uint32), np.empty(n, words)
-    kernel.by_class(which[:n], gaps[:n], folded[:n], np.cumsum(counts) - counts, sorted_gaps, sorted_folded)
+    kernel.codec.by_class(which, gaps, folded, np.cumsum(counts) - counts, sorted_gaps, sorted_folded)
     return Changes(firsts, populations[: len(firsts)], counts, sorted_gaps, sorted_folded)
 
 
 def apply(pieces: Sequence[NDArray[Any]], changes: Changes) -> list[tuple[NDArray[np.uint32], NDArray[Any]]] | None:
     """See :func:`classes.apply`."""
     kernel = compiled()
-    if kernel is None or not all(piece.flags.aligned for piece in pieces):
+    if kernel is None or not all(piece.flags.carray for piece in pieces):
         return classes.apply(pieces, changes)
     words, count = changes.folded.dtype, len(changes.gaps)
-    where, old = np.empty(count, np.uint32), np.empty(count, words)
-    ends = np.cumsum(changes.counts)
-    following = ends - changes.counts
+    where, old, ends = np.empty(count, np.uint32), np.empty(count, words), np.empty(len(pieces), np.int64)
+    last = np.cumsum(changes.counts)
+    following = last - changes.counts
     left = np.full(MAX_CLASSES, 2**40, np.int64)  # farther than any segment is long
     used = np.flatnonzero(changes.counts)
     left[used] = changes.gaps[following[used]]
     populations = np.zeros(MAX_CLASSES, np.int64)
-    state = _limits(changes.firsts), changes.gaps, changes.folded, left, following, ends, populations
-    done: list[tuple[NDArray[np.uint32], NDArray[Any]]] = []
-    at = 0
-    for piece in pieces:
-        n = kernel.apply_piece(piece, _top(words), *state, where[at:], old[at:])
-        done.append((where[at : at + n], old[at : at + n]))
-        at += n
-    if (populations[: len(ends)] == changes.populations).all():
+    lengths = _lengths(pieces)
+    kernel.codec.apply(
+        _addresses(pieces, words, lengths), lengths, _top(words), _limits(changes.firsts), changes.gaps, changes.folded,
+        left, following, last, populations, where, old, ends,
+    )
+    cuts = [0, *ends.tolist()]
+    done = [(where[lo:hi], old[lo:hi]) for lo, hi in pairwise(cuts)]
+    if (populations[: len(last)] == changes.populations).all():
         return done
     for piece, (places, before) in zip(pieces, done, strict=True):
         piece[places] = before
     return None
 
 
-def tokens_of(values: NDArray[np.uint32]) -> NDArray[np.uint8]:
-    """See :func:`tokens.tokens_of`."""
+def split(
+    gaps: NDArray[np.uint32], folded: NDArray[Any], counts: NDArray[np.int64]
+) -> tuple[NDArray[np.uint32], NDArray[np.uint8], NDArray[np.uint8]]:
+    """See :func:`columns.split`."""
     kernel = compiled()
     if kernel is None:
-        return tokens.tokens_of(values)
-    found = np.empty(len(values), np.uint8)
-    kernel.entropy.tokenise(values, found)
-    return found
+        return columns.split(gaps, folded, counts)
+    numbers, named = np.empty(2 * len(gaps), np.uint32), np.empty(2 * len(gaps), np.uint8)
+    laid = np.empty(int(columns.sizes_of(counts).sum()), np.uint8)
+    kernel.entropy.split(gaps, folded, counts, numbers, named, laid)
+    return numbers, named, laid
+
+
+def gather(laid: NDArray[np.uint8], counts: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]] | None:
+    """See :func:`columns.gather`."""
+    kernel = compiled()
+    if kernel is None:
+        return columns.gather(laid, counts)
+    count = int(counts.sum())
+    named, away = np.empty(2 * count, np.uint8), np.empty(count, np.uint8)
+    return (named, away) if kernel.entropy.gather(laid, counts, named, away) else None
 
 
 def extra_bytes(named: NDArray[np.uint8]) -> tuple[int, int]:
@@ -135,62 +168,52 @@ def join(
     if kernel is None:
         return classes.join(numbers, away, counts, words)
     folded, reached = np.empty(len(away), words), np.empty(len(counts), np.int64)
-    return (folded, reached) if kernel.join(numbers, away, counts, reached, folded) else None
+    return (folded, reached) if kernel.codec.join(numbers, away, counts, reached, folded) else None
 
 
-def count_bytes(data: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """(256,) how often each byte occurs."""
+def rans_encode(data: NDArray[np.uint8], counts: NDArray[np.int64]) -> list[bytes]:
+    """Body of a rANS stream for each of the (S,) ``counts`` bytes that lie end to end in ``data``; see :mod:`rans`."""
+    kernel = compiled()
+    ends = np.cumsum(counts)
+    if kernel is None:
+        return [rans.pack(data[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+    lanes, sizes = rans.lanes_of_all(counts), np.empty(len(counts), np.int64)
+    out = np.empty(2 * len(data) + rans.MOST_OVERHEAD * len(counts), np.uint8)
+    kernel.entropy.encode_streams(data, counts, lanes, rans.WEIGHTS, out, sizes)
+    return [out[end - size : end].tobytes() for end, size in zip(np.cumsum(sizes), sizes, strict=True)]
+
+
+def decode_streams(
+    chunk: NDArray[np.uint8], at: int, counts: NDArray[np.int64], out: NDArray[np.uint8]
+) -> tuple[NDArray[np.bool_], int]:
+    """(S,) which of the streams from ``at`` on are in ``out`` now, end to end; where they end, if it is all of them.
+
+    The others are malformed, or of a kind that only :mod:`streams` decodes; without numba that is all of them.
+    """
+    kernel, done = compiled(), np.zeros(len(counts), np.bool_)
+    if kernel is None:
+        return done, at
+    lanes = rans.lanes_of_all(counts)
+    return done, int(kernel.entropy.decode_streams(chunk, at, counts, lanes, rans.WEIGHTS, out, done))
+
+
+def decode_body(
+    chunk: NDArray[np.uint8], at: int, populations: NDArray[np.int64], counts: NDArray[np.int64], words: np.dtype[Any]
+) -> tuple[NDArray[np.uint32], NDArray[Any]] | None:
+    """Gaps and folded steps from the streams of an XC segment, which begin at ``at``, in one call.
+
+    None where anything about them is wrong, by a coder of :mod:`streams`, or without numba: to be decoded in steps.
+    """
     kernel = compiled()
     if kernel is None:
-        return np.bincount(data, minlength=256)
-    counts = np.zeros(256, np.int64)
-    kernel.entropy.count_bytes(data, counts)
-    return counts
-
-
-def table_for(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """See :func:`rans.table_for`."""
-    kernel = compiled()
-    if kernel is None:
-        return rans.table_for(counts)
-    table = np.empty(int(np.flatnonzero(counts)[-1]) + 1, np.uint8)
-    kernel.entropy.table_for(counts, rans.WEIGHTS, table)
-    return table
-
-
-def frequencies(table: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """See :func:`rans.frequencies`."""
-    kernel = compiled()
-    if kernel is None:
-        return rans.frequencies(table)
-    found = np.empty(256, np.uint32)
-    kernel.entropy.frequencies(table, rans.WEIGHTS, found)
-    return found
-
-
-def rans_encode(
-    data: NDArray[np.uint8], frequency: NDArray[np.uint32]
-) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
-    """See :func:`rans.encode`."""
-    kernel = compiled()
-    if kernel is None:
-        return rans.encode(data, frequency)
-    states = np.full(rans.lanes_of(len(data)), rans.LOWEST_STATE, np.uint32)
-    refills = np.empty(len(data) + 1, np.uint16)  # at most one per byte
-    at = kernel.entropy.rans_encode(data, frequency, rans.starts_of(frequency), states, refills)
-    return states, refills[at:]
-
-
-def rans_decode(
-    states: NDArray[np.uint32], refills: NDArray[np.uint16], frequency: NDArray[np.uint32], count: int
-) -> NDArray[np.uint8] | None:
-    """See :func:`rans.decode`."""
-    kernel = compiled()
-    if kernel is None:
-        return rans.decode(states, refills, frequency, count)
-    data, last = np.empty(count, np.uint8), states.copy()
-    used = kernel.entropy.rans_decode(last, refills if len(refills) else np.zeros(1, np.uint16), frequency, data)
-    return data if used == len(refills) and (last == rans.LOWEST_STATE).all() else None
+        return None
+    sizes, count = columns.sizes_of(counts), int(counts.sum())
+    gaps, folded = np.empty(count, np.uint32), np.empty(count, words)
+    whole = kernel.codec.decode_body(
+        chunk, at, sizes, rans.lanes_of_all(sizes), populations, counts, rans.WEIGHTS, tokens.EXTRA_BITS, tokens.BASES,
+        gaps, folded,
+    )
+    return (gaps, folded) if whole else None
 
 
 def _top(words: np.dtype[Any]) -> np.uint64:
@@ -205,5 +228,30 @@ def _limits(firsts: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.repeat(limits, 64)
 
 
-def _aligned(words: NDArray[Any]) -> NDArray[Any]:
-    return np.require(words, requirements="A")
+def _aligned(pieces: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    """The pieces, copied where a kernel could not read them in place."""
+    return [np.require(piece, requirements=["C", "A"]) for piece in pieces]
+
+
+def _addresses(pieces: Sequence[NDArray[Any]], words: np.dtype[Any], lengths: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """(P,) where each piece begins; good as long as the pieces are held. Kernels trust what is checked here.
+
+    Raises:
+        ValueError: when a piece is of another length or type, or not whole words in one place.
+    """
+    for piece, length in zip(pieces, lengths, strict=True):
+        flags = piece.flags
+        if piece.dtype != words or piece.shape != (length,) or not (flags.c_contiguous and flags.aligned):
+            raise ValueError(f"pieces do not match: expected {length} of {words}, got {piece.shape} of {piece.dtype}")
+    return np.array([piece.ctypes.data for piece in pieces], np.uint64)
+
+
+def _lengths(pieces: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
+    return np.array([len(piece) for piece in pieces], np.int64)
+
+
+def _longer(column: NDArray[Any], used: int, size: int) -> NDArray[Any]:
+    """A column of ``size`` with the first ``used`` numbers of another."""
+    longer = np.empty(size, column.dtype)
+    longer[:used] = column[:used]
+    return longer

@@ -17,8 +17,12 @@ PROBABILITY_BITS: Final = 12
 #: States lie in [2^16, 2^32), begin at 2^16 where the encoder starts, and are back there when the decoder ends.
 LOWEST_STATE: Final = 2**16
 _TOTAL: Final = 1 << PROBABILITY_BITS
-#: Bytes of a stream per interleaved state, and the most of these.
-_BYTES_PER_LANE, _MAX_LANES = 8192, 32
+#: Most interleaved states.
+MAX_LANES: Final = 32
+#: Most bytes of a stream besides two for each byte it holds: the table, the states, one refill.
+MOST_OVERHEAD: Final = 1 + 256 + 4 * MAX_LANES + 2
+#: Bytes of a stream per interleaved state.
+_BYTES_PER_LANE: Final = 8192
 #: Fewest lanes for which a row at a time in numpy is faster than a byte at a time.
 _ROW_LANES: Final = 8
 
@@ -30,10 +34,39 @@ WEIGHTS: Final[NDArray[np.int64]] = np.array(
 
 def lanes_of(count: int) -> int:
     """Interleaved states of a stream of ``count`` bytes: a power of two."""
-    lanes = 1
-    while lanes < _MAX_LANES and count >= 2 * _BYTES_PER_LANE * lanes:
-        lanes *= 2
-    return lanes
+    return int(lanes_of_all(np.array([count]))[0])
+
+
+def lanes_of_all(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(S,) :func:`lanes_of` each number of bytes."""
+    doublings = np.searchsorted(_BYTES_PER_LANE * 2 ** np.arange(1, MAX_LANES.bit_length()), counts, side="right")
+    return np.int64(1) << doublings
+
+
+def pack(data: NDArray[np.uint8]) -> bytes:
+    """Body of a stream: last byte of the table, the table, the states, the refills; nothing for nothing."""
+    if not len(data):
+        return b""
+    table = table_for(np.bincount(data, minlength=256))
+    states, refills = encode(data, frequencies(table))
+    return b"".join([
+        bytes([len(table) - 1]), table.tobytes(), states.astype("<u4").tobytes(), refills.astype("<u2").tobytes()
+    ])
+
+
+def unpack(body: NDArray[np.uint8], count: int) -> NDArray[np.uint8] | str:
+    """The ``count`` bytes of a stream, or what is wrong with its body."""
+    head = int(body[0]) + 2 if len(body) else 0
+    table, rest, lanes = body[1:head], body[head:].tobytes(), lanes_of(count)
+    if not head or len(table) != head - 1 or len(rest) < 4 * lanes or len(rest) % 2 or not count:
+        return f"rANS stream too short: expected a table and {lanes} states, got {len(body)} bytes"
+    if int(table.max()) >= len(WEIGHTS) or not table[-1]:
+        return f"rANS table is malformed: expected numbers below {len(WEIGHTS)}, the last not 0"
+    states = np.frombuffer(rest[: 4 * lanes], "<u4")
+    if (states < LOWEST_STATE).any():
+        return f"rANS state too small: expected >= {LOWEST_STATE}, got {states.min()}"
+    raw = decode(states, np.frombuffer(rest[4 * lanes :], "<u2"), frequencies(table), count)
+    return "rANS stream does not end where it must" if raw is None else raw
 
 
 def table_for(counts: NDArray[np.int64]) -> NDArray[np.uint8]:

@@ -7,7 +7,6 @@ left out. Spec: ``docs/spec/weight-diff.md``, "Streams".
 from __future__ import annotations
 
 import struct
-from enum import IntEnum
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from protocol.errors import PeerFault, code
 from protocol.weights import kernels, rans
+from protocol.weights.coder import STREAM_HEAD, Coder
 
 E_CHUNK = code("E_CHUNK", "a chunk of a checkpoint is malformed")
 E_CHUNK_LIMIT = code("E_CHUNK_LIMIT", "a chunk of a checkpoint is larger, or decodes to more, than it may")
@@ -28,16 +28,6 @@ MAX_WINDOW: Final = 2**27
 _SHORTEST_FILL: Final = 16
 #: Share of a stream's bytes that rANS leaves below which zstd is tried as well.
 _SKEWED: Final = 0.1
-_STREAM: Final = struct.Struct("<BI")
-
-
-class Coder(IntEnum):
-    """How a stream's bytes are stored."""
-
-    RAW = 0
-    ZSTD = 1
-    RANS = 2
-    FILL = 3  #: one byte, as often as needed
 
 
 class Cursor:
@@ -52,12 +42,31 @@ class Cursor:
         Raises:
             PeerFault: ``E_CHUNK`` when fewer are left.
         """
-        if count > len(self._data) - self._at:
+        self.skip(count)
+        return self._data[self._at - count : self._at]
+
+    def skip(self, count: int) -> None:
+        """Go past the next ``count`` bytes.
+
+        Raises:
+            PeerFault: ``E_CHUNK`` when fewer are left.
+        """
+        self._at += count
+        if self._at > len(self._data):
+            self._at -= count
             raise PeerFault(
                 E_CHUNK, "chunk ends too early", expected=f"{count} more bytes", got=len(self._data) - self._at
             )
-        self._at += count
-        return self._data[self._at - count : self._at]
+
+    @property
+    def place(self) -> int:
+        """Bytes of the buffer before the next one."""
+        return self._at
+
+    @property
+    def whole(self) -> NDArray[np.uint8]:
+        """The buffer from its beginning."""
+        return np.frombuffer(self._data, np.uint8)
 
     def unpack(self, form: struct.Struct) -> tuple[int, ...]:
         """The next struct of integers.
@@ -65,7 +74,8 @@ class Cursor:
         Raises:
             PeerFault: ``E_CHUNK``.
         """
-        return form.unpack(self.take(form.size))
+        self.skip(form.size)
+        return form.unpack_from(self._data, self._at - form.size)
 
     def copy(self) -> Cursor:
         """Another cursor at the same place of the same buffer."""
@@ -88,31 +98,55 @@ def planes_needed(column: NDArray[Any]) -> int:
     return (int(column.max()).bit_length() + 7) // 8 if len(column) else 0
 
 
-def encode_stream(raw: bytes, entropy: Coder = Coder.ZSTD) -> bytes:
-    """One stream that decodes to ``raw``: by ``entropy`` (ZSTD or RANS), or simpler where that is as short."""
+def encode_streams(
+    data: NDArray[np.uint8], counts: NDArray[np.int64], entropy: Coder = Coder.ZSTD
+) -> list[bytes]:
+    """One stream for each of the (S,) ``counts`` bytes that lie end to end in ``data``.
+
+    By ``entropy`` (ZSTD or RANS), or simpler where that is as short.
+    """
+    packed = kernels.rans_encode(data, counts) if entropy is Coder.RANS else [b""] * len(counts)
+    ends = np.cumsum(counts).tolist()
+    return [
+        _shortest(data[end - count : end].tobytes(), entropy, body)
+        for end, count, body in zip(ends, counts.tolist(), packed, strict=True)
+    ]
+
+
+def _shortest(raw: bytes, entropy: Coder, packed: bytes) -> bytes:
+    """The stream of ``raw``, which is ``packed`` by rANS where that is wanted."""
     if len(raw) >= _SHORTEST_FILL and raw[0] == raw[-1] and raw.count(raw[:1]) == len(raw):
-        return _STREAM.pack(Coder.FILL, 1) + raw[:1]
-    packed = _rans(raw) if entropy is Coder.RANS else b""
+        return STREAM_HEAD.pack(Coder.FILL, 1) + raw[:1]
     if entropy is Coder.ZSTD or len(packed) < len(raw) * _SKEWED:  # long runs: rANS frequencies are too coarse
         zstd = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(raw)
         entropy, packed = min((Coder.ZSTD, zstd), (entropy, packed or zstd), key=lambda option: len(option[1]))
     coder, data = (entropy, packed) if len(packed) < len(raw) else (Coder.RAW, raw)
-    return _STREAM.pack(coder, len(data)) + data
+    return STREAM_HEAD.pack(coder, len(data)) + data
 
 
 def encode_raw_stream(raw: bytes) -> bytes:
     """One stream that is stored as it is, because nothing would make it shorter."""
-    return _STREAM.pack(Coder.RAW, len(raw)) + raw
+    return STREAM_HEAD.pack(Coder.RAW, len(raw)) + raw
 
 
-def decode_stream(cursor: Cursor, count: int) -> NDArray[np.uint8]:
-    """The ``count`` bytes of the next stream.
+def decode_streams(cursor: Cursor, counts: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """The (S,) ``counts`` bytes of the next streams, end to end.
 
     Raises:
-        PeerFault: ``E_CHUNK`` when it is malformed or of another length.
+        PeerFault: ``E_CHUNK`` when one is malformed or of another length.
     """
-    coder, size = cursor.unpack(_STREAM)
-    return _decode(coder, cursor.take(size), count)
+    out, place = np.empty(int(counts.sum()), np.uint8), 0
+    done, end = kernels.decode_streams(cursor.whole, cursor.place, counts, out)
+    if done.all():
+        cursor.skip(end - cursor.place)
+        return out
+    for count, decoded in zip(counts.tolist(), done.tolist(), strict=True):
+        coder, size = cursor.unpack(STREAM_HEAD)
+        data = cursor.take(size)
+        if not decoded:
+            out[place : place + count] = _decode(coder, data, count)
+        place += count
+    return out
 
 
 def take_raw_stream(cursor: Cursor) -> NDArray[np.uint8]:
@@ -121,7 +155,7 @@ def take_raw_stream(cursor: Cursor) -> NDArray[np.uint8]:
     Raises:
         PeerFault: ``E_CHUNK``.
     """
-    coder, size = cursor.unpack(_STREAM)
+    coder, size = cursor.unpack(STREAM_HEAD)
     if coder != Coder.RAW:
         raise PeerFault(E_CHUNK, "a stream of extra bits is coded", expected=int(Coder.RAW), got=coder)
     return np.frombuffer(cursor.take(size), np.uint8)
@@ -133,15 +167,18 @@ def skip_streams(cursor: Cursor, count: int) -> None:
     Raises:
         PeerFault: ``E_CHUNK`` when the chunk ends before they do.
     """
+    size = 0
     for _ in range(count):
-        _, size = cursor.unpack(_STREAM)
-        cursor.take(size)
+        cursor.skip(size)
+        _, size = cursor.unpack(STREAM_HEAD)
+    cursor.skip(size)
 
 
 def encode_planes(column: NDArray[Any], planes: int, entropy: Coder = Coder.ZSTD) -> bytes:
-    """The first ``planes`` byte planes of an unsigned column, each as one stream (see :func:`encode_stream`)."""
+    """The first ``planes`` byte planes of an unsigned column, each as one stream (see :func:`encode_streams`)."""
     matrix = np.ascontiguousarray(column).view(np.uint8).reshape(len(column), column.dtype.itemsize)
-    return b"".join(encode_stream(matrix[:, plane].tobytes(), entropy) for plane in range(planes))
+    columns = np.ascontiguousarray(matrix.T[:planes]).reshape(-1)
+    return b"".join(encode_streams(columns, np.full(planes, len(column)), entropy))
 
 
 def decode_planes(cursor: Cursor, count: int, planes: int, words: np.dtype[Any]) -> NDArray[Any]:
@@ -151,8 +188,7 @@ def decode_planes(cursor: Cursor, count: int, planes: int, words: np.dtype[Any])
         PeerFault: ``E_CHUNK`` when a stream is malformed or not exactly ``count`` bytes long.
     """
     matrix = np.zeros((count, words.itemsize), np.uint8)
-    for plane in range(planes):
-        matrix[:, plane] = decode_stream(cursor, count)
+    matrix[:, :planes] = decode_streams(cursor, np.full(planes, count)).reshape(planes, count).T
     column: NDArray[Any] = matrix.reshape(-1).view(words)
     return column
 
@@ -170,40 +206,11 @@ def _decode(coder: int, data: memoryview, count: int) -> NDArray[np.uint8]:
     if coder == Coder.ZSTD:
         return np.frombuffer(_unzstd(data, count), np.uint8)
     if coder == Coder.RANS:
-        return _unrans(data, count)
+        raw = rans.unpack(np.frombuffer(data, np.uint8), count)
+        if isinstance(raw, str):
+            raise PeerFault(E_CHUNK, raw)
+        return raw
     raise PeerFault(E_CHUNK, "unknown stream coder", expected="0 to 3", got=coder)
-
-
-def _rans(raw: bytes) -> bytes:
-    """Last byte of the table, the table, the states, the refills; nothing for nothing."""
-    if not raw:
-        return b""
-    data = np.frombuffer(raw, np.uint8)
-    table = kernels.table_for(kernels.count_bytes(data))
-    states, refills = kernels.rans_encode(data, kernels.frequencies(table))
-    return b"".join([
-        bytes([len(table) - 1]), table.tobytes(), states.astype("<u4").tobytes(), refills.astype("<u2").tobytes()
-    ])
-
-
-def _unrans(data: memoryview, count: int) -> NDArray[np.uint8]:
-    size = data[0] + 2 if len(data) else 0
-    lanes = rans.lanes_of(count)
-    table, rest = np.frombuffer(data[1:size], np.uint8), data[size:]
-    if not size or len(table) != size - 1 or len(rest) < 4 * lanes or len(rest) % 2 or not count:
-        raise PeerFault(E_CHUNK, "rANS stream too short", expected=f"a table and {lanes} states", got=len(data))
-    if int(table.max()) >= len(rans.WEIGHTS) or not table[-1]:
-        raise PeerFault(
-            E_CHUNK, "rANS table is malformed", expected=f"numbers below {len(rans.WEIGHTS)}, the last not 0"
-        )
-    states = np.frombuffer(rest[: 4 * lanes], "<u4")
-    if (states < rans.LOWEST_STATE).any():
-        raise PeerFault(E_CHUNK, "rANS state too small", expected=f">= {rans.LOWEST_STATE}", got=int(states.min()))
-    refills = np.frombuffer(bytes(rest[4 * lanes :]), "<u2")
-    raw = kernels.rans_decode(states, refills, kernels.frequencies(table), count)
-    if raw is None:
-        raise PeerFault(E_CHUNK, "rANS stream does not end where it must")
-    return raw
 
 
 def _unzstd(data: memoryview, count: int) -> bytes:

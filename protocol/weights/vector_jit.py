@@ -201,13 +201,25 @@ def leading_zeros(_typing: Any, of: Any) -> tuple[Any, _Codegen]:
 
 def _read(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     data, at = args
-    return _load(context, builder, signature.args[0], data, at, _I64)
+    return _load(context, builder, signature.args[0], data, at, ir.IntType(signature.return_type.bitwidth))
 
 
 @_operation
 def read_64(_typing: Any, data: Any, at: Any) -> tuple[Any, _Codegen]:
     """Eight bytes of a byte array, as a little-endian number."""
     return types.uint64(data, types.intp), _read
+
+
+@_operation
+def read_32(_typing: Any, data: Any, at: Any) -> tuple[Any, _Codegen]:
+    """Four bytes of a byte array, as a little-endian number."""
+    return types.uint32(data, types.intp), _read
+
+
+@_operation
+def read_16(_typing: Any, data: Any, at: Any) -> tuple[Any, _Codegen]:
+    """Two bytes of a byte array, as a little-endian number."""
+    return types.uint16(data, types.intp), _read
 
 
 def _write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -220,3 +232,25 @@ def _write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
 def write_64(_typing: Any, data: Any, at: Any, value: Any) -> tuple[Any, _Codegen]:
     """Write eight bytes of a byte array, as a little-endian number."""
     return types.void(data, types.intp, types.uint64), _write
+
+
+@_operation
+def write_32(_typing: Any, data: Any, at: Any, value: Any) -> tuple[Any, _Codegen]:
+    """Write four bytes of a byte array, as a little-endian number."""
+    return types.void(data, types.intp, types.uint32), _write
+
+
+@_operation
+def write_16(_typing: Any, data: Any, at: Any, value: Any) -> tuple[Any, _Codegen]:
+    """Write two bytes of a byte array, as a little-endian number."""
+    return types.void(data, types.intp, types.uint16), _write
+
+
+def _at_address(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+
+@_operation
+def at_address(_typing: Any, address: Any, like: Any) -> tuple[Any, _Codegen]:
+    """A pointer to what lies at an address, of the type that the array ``like`` holds; for ``numba.carray``."""
+    return types.CPointer(like.dtype)(types.uint64, like), _at_address

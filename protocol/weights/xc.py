@@ -13,15 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import PeerFault
-from protocol.weights import kernels
+from protocol.weights import columns, kernels
 from protocol.weights.classes import Changes
+from protocol.weights.coder import Coder
 from protocol.weights.streams import (
     E_CHUNK,
-    Coder,
     Cursor,
-    decode_stream,
+    decode_streams,
     encode_raw_stream,
-    encode_stream,
+    encode_streams,
     take_raw_stream,
 )
 from protocol.weights.tokens import MAX_TOKENS
@@ -51,17 +51,9 @@ def encode_body(changes: Changes, entropy: Coder = Coder.ZSTD) -> bytes:
         _CLASS.pack(*numbers)
         for numbers in zip(changes.firsts, changes.populations, changes.counts, strict=True)
     ]
-    magnitudes = (changes.folded >> 1).astype(np.uint32)
-    away = (changes.folded & 1).astype(np.uint8)
-    gap_tokens, magnitude_tokens = kernels.tokens_of(changes.gaps), kernels.tokens_of(magnitudes)
-    for lo, hi in _ranges(changes.counts):
-        directions = np.packbits(away[lo:hi], bitorder="little")
-        columns = gap_tokens[lo:hi], magnitude_tokens[lo:hi], directions
-        parts += [encode_stream(column.tobytes(), entropy) for column in columns]
-    extras = kernels.pack_extras(
-        np.concatenate([changes.gaps, magnitudes]), np.concatenate([gap_tokens, magnitude_tokens])
-    )
-    return b"".join([*parts, encode_raw_stream(extras.tobytes())])
+    numbers, tokens, laid = kernels.split(changes.gaps, changes.folded, changes.counts)
+    parts += encode_streams(laid, columns.sizes_of(changes.counts), entropy)
+    return b"".join([*parts, encode_raw_stream(kernels.pack_extras(numbers, tokens).tobytes())])
 
 
 def read_classes(cursor: Cursor, classes: int, count: int, population: int) -> Classes:
@@ -88,12 +80,15 @@ def decode_body(cursor: Cursor, classes: Classes, words: np.dtype[Any]) -> Chang
     Raises:
         PeerFault: ``E_CHUNK``.
     """
+    whole = kernels.decode_body(cursor.whole, cursor.place, classes.populations, classes.counts, words)
+    if whole is not None:
+        return Changes(classes.firsts, classes.populations, classes.counts, *whole)
     count = int(classes.counts.sum())
-    tokens, away = np.empty(2 * count, np.uint8), np.empty(count, np.uint8)
-    for lo, hi in _ranges(classes.counts):
-        tokens[lo:hi] = decode_stream(cursor, hi - lo)
-        tokens[count + lo : count + hi] = decode_stream(cursor, hi - lo)
-        away[lo:hi] = _read_directions(cursor, hi - lo)
+    laid = decode_streams(cursor, columns.sizes_of(classes.counts))
+    gathered = kernels.gather(laid, classes.counts)
+    if gathered is None:
+        raise PeerFault(E_CHUNK, "padding bits of directions are set")
+    tokens, away = gathered
     if int(tokens.max()) >= MAX_TOKENS:
         raise PeerFault(E_CHUNK, "unknown token", expected=f"< {MAX_TOKENS}", got=int(tokens.max()))
     numbers = kernels.numbers_of(tokens, _read_extras(cursor, tokens))
@@ -109,30 +104,12 @@ def decode_body(cursor: Cursor, classes: Classes, words: np.dtype[Any]) -> Chang
     return Changes(classes.firsts, classes.populations, classes.counts, numbers[:count], folded)
 
 
-def _ranges(counts: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Where the changes of each class that has any lie."""
-    ends = np.cumsum(counts)
-    return [(int(hi - n), int(hi)) for hi, n in zip(ends, counts, strict=True) if n]
-
-
-def _read_directions(cursor: Cursor, count: int) -> _Bytes:
-    """(count,) 1 for each step away from zero, from the bits of the next stream."""
-    data = decode_stream(cursor, -(-count // 8))
-    _check_padding(data, -count % 8)
-    return np.unpackbits(data, count=count, bitorder="little")
-
-
 def _read_extras(cursor: Cursor, tokens: _Bytes) -> _Bytes:
     """The extra bits of ``tokens`` from the next stream, which holds nothing else."""
     data = take_raw_stream(cursor)
     size, padding = kernels.extra_bytes(tokens)
     if len(data) != size:
         raise PeerFault(E_CHUNK, "wrong number of extra bits", expected=f"{size} bytes", got=len(data))
-    _check_padding(data, padding)
+    if padding and int(data[-1]) >> (8 - padding):
+        raise PeerFault(E_CHUNK, "padding bits are set", expected=0, got=int(data[-1]) >> (8 - padding))
     return data
-
-
-def _check_padding(data: _Bytes, bits: int) -> None:
-    """Refuse a last byte whose upper ``bits`` are not zero."""
-    if bits and int(data[-1]) >> (8 - bits):
-        raise PeerFault(E_CHUNK, "padding bits are set", expected=0, got=int(data[-1]) >> (8 - bits))

@@ -15,10 +15,10 @@ import zstandard
 
 from protocol import canonical
 from protocol.weights.chunk import Method, chunk_output
+from protocol.weights.coder import Coder
 from protocol.weights.diff import encode_anchor, encode_diff
 from protocol.weights.layout import Layout, State, copy_state
 from protocol.weights.state_root import HASH_NAMES, leaf_list, root_of
-from protocol.weights.streams import Coder
 from tests.vectors.make_checkpoints import chains
 from tests.vectors.make_states import SMALL, filled, hexed, small_state, write
 

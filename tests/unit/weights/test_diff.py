@@ -13,11 +13,11 @@ from protocol.weights import chunk as chunk_module
 from protocol.weights import diff as diff_module
 from protocol.weights import kernels
 from protocol.weights.chunk import MAX_CHUNK_BYTES, Kind, Method, chunk_output, decode_chunk
+from protocol.weights.coder import Coder
 from protocol.weights.diff import apply_patch, decode_anchor, decode_diff, encode_anchor, encode_diff
 from protocol.weights.layout import Layout, State, copy_state
 from protocol.weights.state_root import state_root
 from protocol.weights.steps import fold
-from protocol.weights.streams import Coder
 from tests.fakes.checkpoints import LAYOUT, changed, random_bits, same_bits
 
 
