@@ -45,14 +45,15 @@ fuzz: $(STAMP) ## Bytes nobody foresaw against every decoder, at length.
 crash: $(STAMP) ## Processes killed at random points, at length.
 	$(BIN)/python -m pytest -m "crash" $(PYTEST_FLAGS)
 
-yardsticks: $(STAMP) ## What needs TRL (330 MB) or TensorBoard: both go to .venv.yardsticks, beside .venv.
+yardsticks: $(STAMP) ## What needs TRL (330 MB), TOPLOC or TensorBoard: they go to .venv.yardsticks, beside .venv.
 	test -x $(VENV).yardsticks/bin/python || $(PYTHON) -m venv --without-pip $(VENV).yardsticks
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  > "$$($(VENV).yardsticks/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/locked.pth"
-	$(BIN)/pip --python $(VENV).yardsticks/bin/python install --quiet "trl>=1.16" "tensorboard>=2.19"
+	$(BIN)/pip --python $(VENV).yardsticks/bin/python install --quiet "trl>=1.16" "tensorboard>=2.19" "toploc>=0.1.6"
 	$(VENV).yardsticks/bin/python -m pytest tests/unit/learner/test_losses_trl.py tests/unit/learner/test_views.py \
 	  $(PYTEST_FLAGS)
 	$(VENV).yardsticks/bin/python benchmarks/learner_speed.py $(BENCH_FLAGS)
+	$(VENV).yardsticks/bin/python benchmarks/detection_power.py $(BENCH_FLAGS)
 
 zoo: $(STAMP) ## Measure how soon each attack is caught and that no honest node is hurt; write docs/attack-zoo.md.
 	$(BIN)/python -m tests.adversary.report $(ZOO_FLAGS)

@@ -195,6 +195,7 @@ def init_model_command(
     """Make a run's first model: a small one on the spot, or SmolLM2 from its Python package."""
     from learner.genesis import init_model
 
+    typer.echo(f"making the {preset.value} model (up to a minute) ...", err=True)
     init_model(preset.value, out, seed)
     print(f"{preset.value} model in {out}")
 

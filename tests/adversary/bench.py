@@ -102,6 +102,8 @@ class Bench:
             after: what else happens in the run after each turn.
         """
         pipeline = self.pipeline(setting, seed)
+        if later:
+            pipeline.start_afresh()
         node = pipeline.node(f"cheat {seed}", cheat, stack=stack)
         found: Catch | None = None
         while found is None and len(node.handed) < most:

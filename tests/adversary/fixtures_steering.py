@@ -137,6 +137,7 @@ def choosing_for_length(bench: Bench, seed: int) -> Catch:
 
 def _steer(bench: Bench, setting: str, seed: int, better: Callable[[World, Lease, Rollout], int]) -> Catch:
     pipeline, freedom = bench.pipeline(setting, seed), []
+    pipeline.start_afresh()
     steerer = pipeline.node(f"steerer {seed}", choosing(pipeline, better, freedom))
     peer = pipeline.node(f"peer {seed}")
     turns = 0
@@ -156,6 +157,7 @@ def _steer(bench: Bench, setting: str, seed: int, better: Callable[[World, Lease
 def swap_in_a_pinned_lease(bench: Bench, seed: int) -> Catch:
     """What is left to a node whose leases are pinned."""
     pipeline = bench.pipeline("steered", seed)
+    pipeline.start_afresh()
     node, peer = pipeline.node(f"swapper {seed}", swapping(pipeline)), pipeline.node(f"beside it {seed}")
     with pipeline.coordinator.database.write() as session:
         for party in (node, peer):

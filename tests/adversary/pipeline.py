@@ -11,12 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from sqlalchemy import select
+
 from coordinator.app import create_app
 from coordinator.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
 from coordinator.database import Database, sqlite_url
+from coordinator.groups import LIVE
 from coordinator.invites import create as create_invite
 from coordinator.keyring import write_secret
+from coordinator.models import Group
 from node.config import NodeConfig
 from node.daemon import Daemon, Parts
 from node.engine import Engine, WeightSource
@@ -234,6 +238,12 @@ class Pipeline:
         return home
 
     # -- what happens ------------------------------------------------------------------------------------
+
+    def start_afresh(self) -> None:
+        """Give up what earlier trials left: a unit of theirs would go stale when this one publishes versions."""
+        with self.coordinator.database.write() as session:
+            for group in session.scalars(select(Group).where(Group.state.in_(LIVE))).all():
+                self.coordinator.groups.cancel(session, group, "a trial is over", self.clock.now_ms())
 
     def show(self, version: int) -> None:
         """Publish versions up to ``version``."""
