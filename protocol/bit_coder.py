@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.jit import inlined
 from protocol.weight_table import exp_minus_powers
 
 # Changing any constant below changes what packed bundles mean.
@@ -46,7 +47,7 @@ def compiled(function: _F) -> _F:
     except ImportError:
         return function
     try:
-        return numba.njit(cache=True)(function)  # type: ignore[no-any-return]
+        return inlined(function)
     except RuntimeError:  # nowhere to keep compiled code
         return numba.njit(function)  # type: ignore[no-any-return]
 

@@ -1,8 +1,8 @@
 """Compile what is compiled at its first use, ahead of that: ``python -m protocol.kernels``.
 
-Compiled code is kept beside the sources (``__pycache__``, or ``NUMBA_CACHE_DIR``), so this pays once per machine and
-release. Without it the first process that packs a bundle spends half a minute on it, and several processes that start
-together each do.
+Compiled code is kept beside the sources (``__pycache__``, or ``NUMBA_CACHE_DIR``; see :mod:`protocol.jit`), so this
+pays once per machine and release. Without it the first process that packs a bundle spends half a minute on it, and
+several processes that start together each do.
 """
 
 from __future__ import annotations

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-import numba
 import numpy as np
-from numba import float64, int64, types, uint8, uint16, uint32, uint64
+from numba import float64, int64, uint8, uint16, uint32, uint64
 from numpy.typing import NDArray
 
+from protocol.jit import inlined, kernel
+from protocol.jit import read_only as _of
 from protocol.prng import (
     HEAD_DOMAIN,
     ID_STEP,
@@ -45,41 +46,31 @@ _THIRD = 1.0 / 3.0
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _inlined(function: _F) -> _F:
-    """A helper for kernels."""
-    return cast("_F", numba.njit(cache=True)(function))
-
-
 def _kernel(result: Any, *arguments: Any) -> Callable[[_F], _F]:
-    """A kernel compiled for one signature, so that no call ever waits for another compilation."""
-    return cast("Callable[[_F], _F]", numba.njit(result(*arguments), cache=True))
+    """A kernel for one signature."""
+    return kernel(result(*arguments), nogil=False)
 
 
-def _of(scalar: Any, dimensions: int = 1) -> Any:
-    """Type of a contiguous array that is only read."""
-    return types.Array(scalar, dimensions, "C", readonly=True)
-
-
-@_inlined
+@inlined
 def _mix64(z: np.uint64) -> np.uint64:
     z = (z ^ (z >> _S30)) * _MIX_1
     z = (z ^ (z >> _S27)) * _MIX_2
     return z ^ (z >> _S31)
 
 
-@_inlined
+@inlined
 def _row_key(k0: np.uint64, k1: np.uint64, k2: np.uint64, position: np.uint64, domain: np.uint64) -> np.uint64:
     counter = (position << _S1) | domain
     return k2 ^ _mix64(k1 ^ _mix64(k0 + counter * _POSITION_STEP))
 
 
-@_inlined
+@inlined
 def _uniform(k3: np.uint64, key: np.uint64, token: np.uint64) -> np.float64:
     h = _mix64(k3 ^ _mix64(key + token * _ID_STEP))
     return (np.float64(h >> _S12) + 0.5) * 2.0**-52
 
 
-@_inlined
+@inlined
 def _exponential(u: float) -> float:
     m, exponent = math.frexp(u)
     k = -exponent
@@ -101,14 +92,14 @@ def _exponential(u: float) -> float:
     return np.float64(k) * LN2 - s * p
 
 
-@_inlined
+@inlined
 def _cannot_win(u: float, threshold: float) -> bool:
     """Whether -ln u is above ``threshold`` for certain; cheap, and seldom false when it could be true."""
     v = 1.0 - u
     return v * (1.0 + v * (0.5 + v * _THIRD)) * _SAFE > threshold
 
 
-@_inlined
+@inlined
 def _beats(
     k3: np.uint64, key: np.uint64, rival: np.uint64, weight: float, best: float, winner: np.uint64
 ) -> bool:
@@ -120,7 +111,7 @@ def _beats(
     return score < best or (score == best and rival < winner)
 
 
-@_inlined
+@inlined
 def _head_winner(
     k3: np.uint64, key: np.uint64, ids: NDArray[Any], codes: NDArray[Any], tail_code: int, weights: NDArray[np.float64]
 ) -> np.uint64:

@@ -11,10 +11,11 @@ from protocol.errors import LocalFault, code
 from protocol.messages import CheckpointManifest, ChunkRef
 from protocol.weights import damage
 from protocol.weights.cache import Fetch, verified_chunks
-from protocol.weights.diff import Undo, apply_patch, decode_anchor, decode_diff
+from protocol.weights.diff import apply_patch, decode_anchor, decode_diff
 from protocol.weights.layout import Layout, State
 from protocol.weights.live import E_STATE_ROOT
 from protocol.weights.state_root import hash_named, leaf_list, root_of, state_root
+from protocol.weights.undo import Undo
 from verifier.checkpoints import CheckpointBook
 
 E_VERSION_MISSING = code("E_VERSION_MISSING", "the weights of a version cannot be had here")

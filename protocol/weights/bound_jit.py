@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
-import numba
 import numpy as np
 from numba import int64, types, uint16, uint32
+from numpy.typing import NDArray
+
+from protocol.jit import kernel, read_only
 
 _LANES = 4  #: tables in turn, so that equal neighbours do not wait for each other
 _EXPONENTS = np.uint32(0xFF)
 
 
-def _signature(words: Any) -> Any:
-    return types.void(types.Array(words, 1, "C", readonly=True), uint32, int64[::1])
-
-
-def _count(words_N: Any, shift: Any, counts_K: Any) -> None:
+@kernel(*(types.void(read_only(words), uint32, int64[::1]) for words in (uint16, uint32)))
+def count(words_N: NDArray[Any], shift: np.uint32, counts_K: NDArray[np.int64]) -> None:
+    """Add the number of words of each key, 8 bits from ``shift`` up, to ``counts_K``."""
     lanes_LK = np.zeros((_LANES, 256), np.int64)
     whole = len(words_N) // _LANES * _LANES
     for i in range(0, whole, _LANES):
@@ -28,9 +27,3 @@ def _count(words_N: Any, shift: Any, counts_K: Any) -> None:
     for lane in range(_LANES):
         for key in range(256):
             counts_K[key] += lanes_LK[lane, key]
-
-
-#: ``count(words, shift, counts)`` adds the number of words of each key (8 bits from ``shift`` up) to ``counts``.
-count = cast(
-    "Callable[..., None]", numba.njit([_signature(uint16), _signature(uint32)], cache=True, nogil=True)(_count)
-)

@@ -8,6 +8,7 @@ import numpy as np
 from numba import carray, float64, int64, types, uint8, uint16, uint32, uint64
 from numpy.typing import NDArray
 
+from protocol.jit import inlined, kernel, read_only
 from protocol.weights.choice import (
     CLASS_BITS,
     EMPTY_CLASS_BITS,
@@ -20,7 +21,6 @@ from protocol.weights.choice import (
 from protocol.weights.classes import MAX_CLASSES
 from protocol.weights.entropy_jit import token_of
 from protocol.weights.fold_jit import fold
-from protocol.weights.jit import inlined, kernel, read_only
 from protocol.weights.vector_jit import at_address, leading_zeros
 
 _WIDE = np.uint64(2**16)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from protocol.weights import steps
 
-#: Most classes of a segment: their counters fit two 64-bit registers, one byte each.
+#: Most classes of a segment: two vectors of eight 64-bit counters.
 MAX_CLASSES: Final = 16
 
 
@@ -67,16 +68,33 @@ def scan(old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]], firsts: NDArr
     return Changes(firsts, populations, counts, np.concatenate(gaps), np.concatenate(folded))
 
 
-def apply(pieces: Sequence[NDArray[Any]], changes: Changes) -> list[tuple[NDArray[np.uint32], NDArray[Any]]] | None:
-    """Make the changes in ``pieces``, in place; for each the indices that changed, in any order, and the old words.
+class Journal:
+    """What :func:`apply` did, written down before each change is made: enough to take it back at any time.
 
-    None, and nothing is changed, when the populations are not those of ``pieces``: the changes are for another state.
-    The ranks that ``gaps`` stand for must lie within the populations.
+    ``where`` (n,) uint32: index of each changed word in its piece; ``old`` (n,) the word before; piece after piece.
+    ``ends`` (P,): where those of each piece end; what lies behind the last of them was not done.
+    """
+
+    def __init__(self, pieces: Sequence[NDArray[Any]], count: int):
+        self.where, self.old = np.empty(count, np.uint32), np.empty(count, pieces[0].dtype)
+        self.ends = np.zeros(len(pieces), np.int64)
+
+    def of_pieces(self) -> list[tuple[NDArray[np.uint32], NDArray[Any]]]:
+        """Indices and old words of each piece."""
+        ends = [0, *np.maximum.accumulate(self.ends).tolist()]
+        return [(self.where[lo:hi], self.old[lo:hi]) for lo, hi in pairwise(ends)]
+
+
+def apply(pieces: Sequence[NDArray[Any]], changes: Changes, journal: Journal) -> bool:
+    """Make the changes in ``pieces``, in place, and write them down.
+
+    False when the populations are not those of ``pieces``: the changes are for another state, and what was made of them
+    is to be taken back. The ranks that ``gaps`` stand for must lie within the populations.
     """
     before = np.concatenate(pieces)
     classes = table_of(changes.firsts)[keys_of(before)]
     if (np.bincount(classes, minlength=len(changes.firsts)) != changes.populations).any():
-        return None
+        return False
     ends = np.cumsum(changes.counts)
     where = np.empty(len(changes.gaps), np.int64)
     for c in np.flatnonzero(changes.counts):
@@ -86,12 +104,13 @@ def apply(pieces: Sequence[NDArray[Any]], changes: Changes) -> list[tuple[NDArra
     where, words = where[order], steps.unfold(before[where], changes.folded)[order]
     borders = np.cumsum([0, *map(len, pieces)])
     cuts = np.searchsorted(where, borders)
-    done: list[tuple[NDArray[np.uint32], NDArray[Any]]] = []
-    for piece, start, lo, hi in zip(pieces, borders[:-1], cuts[:-1], cuts[1:], strict=True):
-        at = (where[lo:hi] - start).astype(np.uint32)
-        done.append((at, piece[at]))
-        piece[at] = words[lo:hi]
-    return done
+    for p, piece in enumerate(pieces):
+        done = slice(cuts[p], cuts[p + 1])
+        at = where[done] - borders[p]
+        journal.where[done], journal.old[done] = at, piece[at]
+        journal.ends[p] = cuts[p + 1]
+        piece[at] = words[done]
+    return True
 
 
 def join(

@@ -15,11 +15,11 @@ import numpy as np
 from numba import carray, int64, types, uint8, uint16, uint32, uint64
 from numpy.typing import NDArray
 
+from protocol.jit import inlined, kernel, read_only
 from protocol.weights import entropy_jit as entropy
 from protocol.weights.classes import MAX_CLASSES
 from protocol.weights.coder import STREAM_HEAD
 from protocol.weights.fold_jit import fold, unfold
-from protocol.weights.jit import inlined, kernel, read_only
 from protocol.weights.tokens import MAX_TOKENS
 from protocol.weights.vector_jit import (
     UNIT,
@@ -46,7 +46,7 @@ _SELECT = np.array([([i for i in range(8) if b >> i & 1] + [0] * 8)[r] for r in 
 _FAR, _WIDE = np.int64(2**40), np.uint64(2**16)
 _S7, _S23 = np.uint32(7), np.uint32(23)
 _ONE = np.uint32(1)
-_U0, _U1, _U2, _U3, _U4, _U7, _U8 = (np.uint64(n) for n in (0, 1, 2, 3, 4, 7, 8))
+_U0, _U1, _U2, _U4, _U7, _U8 = (np.uint64(n) for n in (0, 1, 2, 4, 7, 8))
 _U53, _U56, _U255 = np.uint64(53), np.uint64(56), np.uint64(255)
 
 
@@ -242,6 +242,8 @@ def decode_body(
     False where anything in it is malformed, or by a coder that no kernel knows.
     """
     count = len(gaps)
+    if not entropy.all_known(chunk, at, len(sizes_S)):
+        return False
     columns, tokens, away = np.empty(sizes_S.sum(), np.uint8), np.empty(2 * count, np.uint8), np.empty(count, np.uint8)
     done, numbers = np.zeros(len(sizes_S), np.bool_), np.empty(2 * count, np.uint32)
     at = entropy.decode_streams(chunk, at, sizes_S, lanes_S, weights, columns, done)

@@ -7,16 +7,17 @@ Spec: ``docs/spec/weight-diff.md``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.errors import PeerFault
+from protocol.errors import LocalFault, PeerFault
 from protocol.messages import ChunkRef
 from protocol.weights import kernels, steps
 from protocol.weights.chunk import (
@@ -33,9 +34,11 @@ from protocol.weights.chunk import (
     encode_xc,
     open_chunk,
 )
+from protocol.weights.classes import Journal
 from protocol.weights.coder import Coder
-from protocol.weights.layout import Layout, Piece, State, check_state, flat
+from protocol.weights.layout import E_STATE, Layout, Piece, State, check_state, flat
 from protocol.weights.streams import E_CHUNK
+from protocol.weights.undo import Undo, shift
 
 #: State bytes of one segment of a diff: enough for its tables to cost little, few enough to keep all cores busy.
 DIFF_SEGMENT_BYTES: Final = 32 * 2**20
@@ -63,31 +66,6 @@ class Patch:
     def changed(self) -> int:
         """Number of words written."""
         return sum(len(segment.words) for segment in self.segments if segment.words is not None)
-
-
-@dataclass
-class Undo:
-    """Old words of everything that was written, newest last."""
-
-    writes: list[tuple[str, NDArray[Any] | slice, NDArray[Any]]] = field(default_factory=list)
-
-    def revert(self, state: State) -> None:
-        """Put the old words back; the state is then bit-identical to what it was."""
-        for name, where, old in reversed(self.writes):
-            state[name].reshape(-1)[where] = old
-
-    def swap(self, state: State) -> None:
-        """Exchange the words it holds with those of the state: once puts the old ones back, twice the new ones."""
-        for i in reversed(range(len(self.writes))):
-            name, where, words = self.writes[i]
-            target = state[name].reshape(-1)
-            self.writes[i] = name, where, target[where].copy()
-            target[where] = words
-
-    @property
-    def nbytes(self) -> int:
-        """Memory it holds."""
-        return sum(old.nbytes + (0 if isinstance(at, slice) else at.nbytes) for _, at, old in self.writes)
 
 
 def encode_diff(
@@ -133,19 +111,21 @@ def apply_patch(layout: Layout, state: State, patch: Patch, *, threads: int = 2)
     """Write ``patch`` into ``state`` in place; on any failure the state is as before.
 
     Raises:
-        LocalFault: ``E_STATE`` when the state does not fit the layout.
+        LocalFault: ``E_STATE`` when the state does not fit the layout, or may not be written.
         PeerFault: ``E_CHUNK`` when the patch is for another state (only XC segments can tell).
     """
     check_state(layout, state)
+    if sealed := sorted(name for name, words in state.items() if not words.flags.writeable):
+        raise LocalFault(E_STATE, "tensors of the state are read-only", got=", ".join(sealed[:5]))
     undos = [Undo() for _ in patch.segments]
     work = list(zip(patch.segments, undos, strict=True))
     try:
         _spread(lambda job: _write_segment(layout, state, *job), work, layout.nbytes, threads)
+        return Undo([write for undo in undos for write in undo.writes])
     except BaseException:
         for undo in undos:
             undo.revert(state)
         raise
-    return Undo([write for undo in undos for write in undo.writes])
 
 
 def encode_anchor(
@@ -204,28 +184,50 @@ def _gather(layout: Layout, state: State, start: int, end: int, words: np.dtype[
 
 
 def _spread(call: Callable[[_A], _B], items: Sequence[_A], nbytes: int, threads: int) -> list[_B]:
-    """Results of ``call`` in order, from this thread and others where that pays; all have ended when one has failed."""
+    """Results of ``call`` in order, from several threads where that pays; all have ended when one has failed."""
     if threads == 1 or len(items) < 2 or nbytes < _THREADED_BYTES:
         return [call(item) for item in items]
     results: list[Any] = [None] * len(items)
-    left = iter(range(len(items)))
+    left, at_work, stopped = iter(range(len(items))), list[None](), list[None]()
 
     def work() -> None:
+        at_work.append(None)
         try:
-            for i in left:
+            while not stopped and (i := next(left, None)) is not None:
                 results[i] = call(items[i])
         except BaseException:
-            for _ in left:  # so that nobody begins anything more
-                pass
+            stopped.append(None)
             raise
+        finally:
+            at_work.pop()
 
-    helpers = min(threads, len(items)) - 1
-    with ThreadPoolExecutor(helpers) as pool:
-        others = [pool.submit(work) for _ in range(helpers)]
-        work()
-    for other in others:
-        other.result()
+    pool = ThreadPoolExecutor(min(threads, len(items)))
+    workers: list[Future[None]] = []
+    try:
+        workers += [pool.submit(work) for _ in range(min(threads, len(items)))]
+        wait(workers)
+    finally:
+        _halt(stopped, at_work)
+        pool.shutdown()
+    for worker in workers:
+        worker.result()
     return results
+
+
+def _halt(stopped: list[None], at_work: list[None]) -> None:
+    """Leave nobody at work: one who writes on would undo what is undone. Interrupts are raised afterwards.
+
+    An interrupted pool does not know the thread that it was starting, and takes one for ended that it was waiting for.
+    """
+    interrupt: BaseException | None = None
+    while not stopped or at_work:
+        try:
+            stopped.append(None)
+            time.sleep(0.001 * bool(at_work))
+        except (KeyboardInterrupt, SystemExit) as raised:
+            interrupt = raised
+    if interrupt is not None:
+        raise interrupt
 
 
 def _encode_range(
@@ -328,13 +330,12 @@ def _write_segment(layout: Layout, state: State, segment: Segment, undo: Undo) -
         return
     pieces = list(layout.pieces(segment.start, segment.end))
     if segment.changes is not None:
-        done = kernels.apply([flat(state, piece) for piece in pieces], segment.changes)
-        if done is None:
+        parts = [flat(state, piece) for piece in pieces]
+        journal = Journal(parts, len(segment.changes.gaps))
+        undo.journals.append((pieces, journal))
+        if not kernels.apply(parts, segment.changes, journal):
             raise PeerFault(E_CHUNK, "the diff is for another state", hint="its exponent classes do not fit this one")
-        undo.writes += [
-            (piece.entry.name, _shift(where, piece), old)
-            for piece, (where, old) in zip(pieces, done, strict=True) if len(where)
-        ]
+        undo.settle()
         return
     for piece in pieces:
         _write_piece(state, segment, piece, undo)
@@ -353,15 +354,8 @@ def _write_piece(state: State, segment: Segment, piece: Piece, undo: Undo) -> No
         lo, hi = np.searchsorted(segment.positions, (piece.at, piece.at + size))
         if lo == hi:
             return
-        where = _shift(segment.positions[lo:hi] - segment.positions.dtype.type(piece.at), piece)
+        where = shift(segment.positions[lo:hi] - segment.positions.dtype.type(piece.at), piece)
         old = target[where]
         words = steps.unfold(old, segment.words[lo:hi])
     undo.writes.append((piece.entry.name, where, old))
     target[where] = words
-
-
-def _shift(where: NDArray[np.uint32], piece: Piece) -> NDArray[Any]:
-    """Indices within a piece as indices within its tensor, in 4 bytes where that is enough."""
-    if piece.hi <= 2**32:
-        return where + np.uint32(piece.lo) if piece.lo else where
-    return where + np.int64(piece.lo)

@@ -8,8 +8,8 @@ import numpy as np
 from numba import int64, types, uint8, uint16, uint32
 from numpy.typing import NDArray
 
+from protocol.jit import inlined, kernel, read_only
 from protocol.weights.coder import STREAM_HEAD, Coder
-from protocol.weights.jit import inlined, kernel, read_only
 from protocol.weights.rans import MAX_LANES
 from protocol.weights.vector_jit import leading_zeros, read_16, read_32, read_64, write_16, write_32, write_64
 
@@ -290,6 +290,16 @@ def decode_streams(
             raw[:] = stream[0]
             done_S[s] = True
     return at
+
+
+@inlined
+def all_known(chunk: NDArray[np.uint8], at: int, streams: int) -> bool:
+    """Whether :func:`decode_streams` can decode streams that begin at ``at``, as far as their headers tell."""
+    for _ in range(streams):
+        if len(chunk) - at < _STREAM_HEAD_BYTES or (chunk[at] != _RAW and chunk[at] != _RANS and chunk[at] != _FILL):
+            return False
+        at += _STREAM_HEAD_BYTES + int(read_32(chunk, at + 1))
+    return True
 
 
 @inlined

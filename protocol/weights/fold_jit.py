@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from protocol.weights.jit import inlined
+from protocol.jit import inlined
 
 _U0, _U1 = np.uint64(0), np.uint64(1)
 

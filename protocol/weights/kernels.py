@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.weights import choice, classes, columns, rans, tokens
-from protocol.weights.classes import MAX_CLASSES, Changes
+from protocol.weights.classes import MAX_CLASSES, Changes, Journal
 
 #: One word in so many is given room when changes are looked for; where more have changed, the room is made larger.
 _EXPECTED_ONE_IN = 16
@@ -80,31 +79,24 @@ def scan(old: Sequence[NDArray[Any]], new: Sequence[NDArray[Any]], firsts: NDArr
     return Changes(firsts, populations[: len(firsts)], counts, sorted_gaps, sorted_folded)
 
 
-def apply(pieces: Sequence[NDArray[Any]], changes: Changes) -> list[tuple[NDArray[np.uint32], NDArray[Any]]] | None:
+def apply(pieces: Sequence[NDArray[Any]], changes: Changes, journal: Journal) -> bool:
     """See :func:`classes.apply`."""
     kernel = compiled()
     if kernel is None or not all(piece.flags.carray for piece in pieces):
-        return classes.apply(pieces, changes)
-    words, count = changes.folded.dtype, len(changes.gaps)
-    where, old, ends = np.empty(count, np.uint32), np.empty(count, words), np.empty(len(pieces), np.int64)
-    last = np.cumsum(changes.counts)
-    following = last - changes.counts
+        return classes.apply(pieces, changes, journal)
+    words, lengths = changes.folded.dtype, _lengths(pieces)
+    addresses = _addresses(pieces, words, lengths)
+    ends = np.cumsum(changes.counts)
+    following = ends - changes.counts
     left = np.full(MAX_CLASSES, 2**40, np.int64)  # farther than any segment is long
     used = np.flatnonzero(changes.counts)
     left[used] = changes.gaps[following[used]]
     populations = np.zeros(MAX_CLASSES, np.int64)
-    lengths = _lengths(pieces)
     kernel.codec.apply(
-        _addresses(pieces, words, lengths), lengths, _top(words), _limits(changes.firsts), changes.gaps, changes.folded,
-        left, following, last, populations, where, old, ends,
+        addresses, lengths, _top(words), _limits(changes.firsts), changes.gaps, changes.folded, left, following, ends,
+        populations, journal.where, journal.old, journal.ends,
     )
-    cuts = [0, *ends.tolist()]
-    done = [(where[lo:hi], old[lo:hi]) for lo, hi in pairwise(cuts)]
-    if (populations[: len(last)] == changes.populations).all():
-        return done
-    for piece, (places, before) in zip(pieces, done, strict=True):
-        piece[places] = before
-    return None
+    return bool((populations[: len(ends)] == changes.populations).all())
 
 
 def split(

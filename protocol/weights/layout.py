@@ -218,24 +218,6 @@ def copy_state(state: Mapping[str, NDArray[Any]]) -> State:
     return {name: array.copy() for name, array in state.items()}
 
 
-def untie(tensors: Mapping[str, NDArray[Any]]) -> tuple[State, dict[str, str]]:
-    """Tensors without those that are the same memory as another, and aliases from their names to the one kept.
-
-    Kept is the first name in canonical order. Tensors that are merely equal are not tied.
-    """
-    state: State = {}
-    aliases: dict[str, str] = {}
-    kept: dict[tuple[int, tuple[int, ...], tuple[int, ...], str], str] = {}
-    for name, array in sorted(tensors.items()):
-        memory = (array.ctypes.data, array.shape, array.strides, array.dtype.str)
-        if array.size and memory in kept:
-            aliases[name] = kept[memory]
-        else:
-            kept[memory] = name
-            state[name] = array
-    return state, aliases
-
-
 def flat(state: Mapping[str, NDArray[Any]], piece: Piece) -> NDArray[Any]:
     """The words of ``piece`` as a one-dimensional view into ``state``."""
     words: NDArray[Any] = state[piece.entry.name].reshape(-1)[piece.lo : piece.hi]

@@ -13,10 +13,11 @@ from protocol.errors import LocalFault, PeerFault, code
 from protocol.messages import ChunkRef
 from protocol.weights import damage
 from protocol.weights.cache import Fetch, verified_chunks
-from protocol.weights.diff import Undo, apply_patch, decode_anchor, decode_diff
+from protocol.weights.diff import apply_patch, decode_anchor, decode_diff
 from protocol.weights.layout import Layout, State, copy_state
 from protocol.weights.link import Link
 from protocol.weights.state_root import hash_named, leaf_list, root_of
+from protocol.weights.undo import Undo
 
 E_STATE_ROOT = code("E_STATE_ROOT", "a checkpoint's chunks do not make the state its manifest names")
 E_STATE_DAMAGED = code("E_STATE_DAMAGED", "our own copy of the weights changed since it was verified")

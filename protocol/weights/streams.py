@@ -1,4 +1,4 @@
-"""Streams: byte planes of columns of numbers, each stored raw, as one bounded zstd frame, or by rANS.
+"""Streams: byte planes of columns of numbers, each stored raw, as one bounded zstd frame, by rANS, or as one byte.
 
 Plane p holds byte p (least significant first) of every number. Planes above the last one that is not all zero are
 left out. Spec: ``docs/spec/weight-diff.md``, "Streams".

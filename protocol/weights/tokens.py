@@ -11,6 +11,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+#: Numbers that are looked at together.
+_BLOCK: Final = 2**16
 #: Numbers below this are their own token.
 LITERALS: Final = 16
 #: Tokens from here on would stand for numbers of more than 32 bits.
@@ -48,11 +50,16 @@ def pack_extras(values: NDArray[np.uint32], tokens: NDArray[np.uint8]) -> NDArra
 
 def numbers_of(tokens: NDArray[np.uint8], data: NDArray[np.uint8]) -> NDArray[np.uint32]:
     """The numbers; inverse of :func:`tokens_of` and :func:`pack_extras`. ``data`` holds all extra bits."""
-    widths = EXTRA_BITS[tokens]
-    shifts, ends = _spread(widths)
-    bits = np.unpackbits(data, count=len(shifts), bitorder="little").astype(np.uint64) << shifts
-    totals = np.concatenate([np.zeros(1, np.uint64), np.cumsum(bits, dtype=np.uint64)])
-    numbers: NDArray[np.uint32] = BASES[tokens] + (totals[ends] - totals[ends - widths]).astype(np.uint32)
+    numbers, bit = np.empty(len(tokens), np.uint32), 0
+    for at in range(0, len(tokens), _BLOCK):  # as every bit takes many bytes on its way
+        block = tokens[at : at + _BLOCK]
+        widths = EXTRA_BITS[block]
+        shifts, ends = _spread(widths)
+        end = bit + len(shifts)
+        bits = np.unpackbits(data[bit // 8 : -(-end // 8)], bitorder="little")[bit % 8 : bit % 8 + len(shifts)]
+        totals = np.concatenate([np.zeros(1, np.uint64), np.cumsum(bits.astype(np.uint64) << shifts, dtype=np.uint64)])
+        numbers[at : at + _BLOCK] = BASES[block] + (totals[ends] - totals[ends - widths]).astype(np.uint32)
+        bit = end
     return numbers
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from protocol.weights.diff import Undo
 from protocol.weights.layout import State, copy_state
+from protocol.weights.undo import Undo
 
 
 class Trail:

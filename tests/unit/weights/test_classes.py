@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from protocol.weights import classes, kernels
-from protocol.weights.classes import MAX_CLASSES, Changes
+from protocol.weights.classes import MAX_CLASSES, Changes, Journal
 
 #: Around the lengths of a unit (64 words) and a block (2,048) of the compiled kernels.
 _LENGTHS = (1000, 0, 1, 63, 64, 65, 127, 128, 2047, 2048, 2049, 5000)
@@ -44,9 +44,9 @@ def test_kernels_agree_with_numpy(rng: np.random.Generator, words: str, density:
         assert changes.populations.sum() == sum(_LENGTHS)
         for apply in (classes.apply, kernels.apply):
             live = [piece.copy() for piece in old]
-            done = apply(live, changes)
-            assert done is not None
-            for before, after, now, (where, values) in zip(old, new, live, done, strict=True):
+            journal = Journal(live, len(changes.gaps))
+            assert apply(live, changes, journal)
+            for before, after, now, (where, values) in zip(old, new, live, journal.of_pieces(), strict=True):
                 assert now.tolist() == after.tolist()
                 assert sorted(where.tolist()) == np.flatnonzero(before != after).tolist()
                 assert values.tolist() == before[where].tolist()
@@ -65,7 +65,7 @@ def test_pieces_a_kernel_cannot_use_in_place(rng: np.random.Generator, words: st
     live = old.copy()
     live.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
-        kernels.apply([live], changes)
+        kernels.apply([live], changes, Journal([live], size))
     assert (live == old).all()
 
 
@@ -80,7 +80,7 @@ def test_kernels_refuse_pieces_that_do_not_match(rng: np.random.Generator) -> No
     changes = kernels.scan(old, [old[0] ^ np.uint16(1), old[1]], firsts)
     for live in ([old[0], old[1].astype("<u4")], [piece.astype("<u4") for piece in old]):
         with pytest.raises(ValueError, match="pieces do not match"):
-            kernels.apply(live, changes)
+            kernels.apply(live, changes, Journal(live, 700))
 
 
 @pytest.mark.parametrize("words", ["<u2", "<u4"])
@@ -102,10 +102,21 @@ def test_changes_of_another_state_are_noticed(rng: np.random.Generator) -> None:
     other = [piece.copy() for piece in old]
     other[0][3] ^= np.uint16(0x4000)
     for apply in (classes.apply, kernels.apply):
-        assert apply([piece.copy() for piece in old], changes) is not None
+        assert apply([piece.copy() for piece in old], changes, Journal(old, len(changes.gaps)))
         live = [piece.copy() for piece in other]
-        assert apply(live, changes) is None
+        journal = Journal(live, len(changes.gaps))
+        assert not apply(live, changes, journal)
+        for piece, (where, words) in zip(live, journal.of_pieces(), strict=True):
+            piece[where] = words
         assert all((piece == before).all() for piece, before in zip(live, other, strict=True))
+
+
+def test_a_journal_tells_only_what_was_done() -> None:
+    """Of three pieces the second is the last that was written."""
+    journal = Journal([np.zeros(9, np.uint16)] * 3, 5)
+    journal.where[:], journal.old[:] = range(5), range(5)
+    journal.ends[:2] = 1, 3
+    assert [where.tolist() for where, _ in journal.of_pieces()] == [[0], [1, 2], []]
 
 
 @pytest.mark.parametrize("words", ["<u2", "<u4"])

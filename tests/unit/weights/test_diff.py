@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -246,6 +253,86 @@ def test_apply_leaves_no_trace_when_it_fails(
     else:
         apply_patch(LAYOUT, live, patch)
         assert not same_bits(live, old)
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt here, whatever the test runner made of it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_interrupt_leaves_no_trace_either(rng: np.random.Generator, interrupts: None, threads: int) -> None:
+    """At random moments, of which some come while kernels write and some while one thread waits for another."""
+    layout = Layout.of(dict.fromkeys("abcd", ("BF16", (8 * 2**20,))))
+    old = random_bits(layout, rng)
+    new = changed(old, rng, 0.01)
+    patch = decode_diff(layout, encode_diff(layout, old, new))
+    live, interrupted = copy_state(old), 0
+    apply_patch(layout, live, patch, threads=threads).revert(live)
+    started = time.perf_counter()
+    apply_patch(layout, live, patch, threads=threads).revert(live)
+    took = time.perf_counter() - started
+    others = threading.active_count() - 1
+    for _ in range(12):
+        timer = threading.Timer(rng.uniform(0, took), os.kill, (os.getpid(), signal.SIGINT))
+        undo = None
+        try:
+            timer.start()
+            undo = apply_patch(layout, live, patch, threads=threads)
+            timer.join()
+            time.sleep(0.01)
+        except KeyboardInterrupt:
+            interrupted += undo is None
+        timer.join()
+        for _ in range(200):  # threads that are done need not be gone yet
+            time.sleep(0.005 * (threading.active_count() > 1 + others))
+        assert threading.active_count() == 1 + others
+        if undo is not None:
+            assert same_bits(live, new)
+            undo.revert(live)
+        assert same_bits(live, old)
+    assert interrupted
+
+
+@dataclass
+class _Job:
+    """Work on numbers, some of which fail."""
+
+    bad: set[int]
+    begun: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+
+    def __call__(self, item: int) -> int:
+        self.begun.append(item)
+        time.sleep(0.001 * (item % 3))
+        self.ended.append(item)
+        if item in self.bad:
+            raise _Fault(item)
+        return -item
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+def test_nobody_is_at_work_once_a_failure_is_told(rng: np.random.Generator, threads: int) -> None:
+    for _ in range(20):
+        job = _Job(set(rng.choice(20, 3, replace=False).tolist()))
+        with pytest.raises(_Fault):
+            diff_module._spread(job, list(range(20)), 2**30, threads)
+        assert sorted(job.begun) == sorted(job.ended) == sorted(set(job.begun))
+        assert diff_module._spread(_Job(set()), list(range(20)), 2**30, threads) == [-item for item in range(20)]
+
+
+def test_a_tensor_that_may_not_be_written_is_named_before_anything_is(rng: np.random.Generator) -> None:
+    layout = Layout.of({"a": ("BF16", (1000,)), "b": ("BF16", (1000,))})
+    old = random_bits(layout, rng)
+    patch = decode_diff(layout, encode_diff(layout, old, changed(old, rng, 0.5)))
+    live = copy_state(old)
+    live["b"].flags.writeable = False
+    with pytest.raises(LocalFault, match=r"read-only; got b"):
+        apply_patch(layout, live, patch)
+    assert same_bits(live, old)
 
 
 def test_apply_refuses_a_state_of_another_layout(rng: np.random.Generator) -> None:

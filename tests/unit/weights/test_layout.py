@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from protocol import canonical
 from protocol.errors import LocalFault, PeerFault
-from protocol.weights.layout import Layout, check_state, read_safetensors, untie, write_safetensors
+from protocol.weights.layout import Layout, check_state, read_safetensors, write_safetensors
 from tests.fakes.checkpoints import LAYOUT, random_bits, same_bits
 
 
@@ -48,13 +48,6 @@ def test_aliases_are_part_of_the_hash_but_not_of_the_state() -> None:
     assert plain.sha256 != tied.sha256
     assert plain.nbytes == tied.nbytes
     assert set(tied.new_state()) == {"a"}
-
-
-def test_untie_stores_shared_memory_once() -> None:
-    weight = np.arange(6, dtype="<u2").reshape(2, 3)
-    state, aliases = untie({"lm_head": weight, "embed": weight, "other": weight.copy(), "flat": weight.reshape(6)})
-    assert aliases == {"lm_head": "embed"}
-    assert set(state) == {"embed", "flat", "other"}
 
 
 def _document(**changes: object) -> bytes:
