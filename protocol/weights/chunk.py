@@ -180,7 +180,8 @@ class Sealed:
     """A segment whose header is checked and whose streams are not decoded yet."""
 
     head: Head
-    body: Cursor
+    body: Cursor  #: behind ``classes``
+    classes: xc.Classes | None = None  #: of an XC segment
 
     def decode(self) -> Segment:
         """The segment; once only, and on any thread.
@@ -188,7 +189,7 @@ class Sealed:
         Raises:
             PeerFault: ``E_CHUNK``.
         """
-        return _decode_segment(self.body, self.head)
+        return _decode_segment(self)
 
 
 def chunk_output(data: bytes) -> int:
@@ -234,12 +235,11 @@ def _walk(data: bytes) -> tuple[Kind, list[Sealed]]:
     output = 0
     for _ in range(count):
         head = _read_head(cursor)
-        body = cursor.copy()
+        classes = None
         if head.method is Method.XC:
-            skip_streams(cursor, xc.read_classes(cursor, head.planes[0], head.count, head.population).streams)
-        else:
-            skip_streams(cursor, sum(head.planes))
-        segments.append(Sealed(head, body))
+            classes = xc.read_classes(cursor, head.planes[0], head.count, head.population)
+        segments.append(Sealed(head, cursor.copy(), classes))
+        skip_streams(cursor, sum(head.planes) if classes is None else classes.streams)
         output += head.output
         if output > MAX_CHUNK_OUTPUT:
             raise PeerFault(E_CHUNK_LIMIT, "chunk decodes to too much", expected=f"<= {MAX_CHUNK_OUTPUT}", got=output)
@@ -283,16 +283,16 @@ def _read_head(cursor: Cursor) -> Head:
     return head
 
 
-def _decode_segment(cursor: Cursor, head: Head) -> Segment:
+def _decode_segment(sealed: Sealed) -> Segment:
+    head, cursor = sealed.head, sealed.body
     words = _WORDS[head.width]
     if head.method is Method.SAME:
         return Segment(head.method, head.start, head.end, head.width)
     if head.method is Method.FULL:
         rotated = decode_planes(cursor, head.count, head.planes[0], words)
         return Segment(head.method, head.start, head.end, head.width, words=steps.rotate_right(rotated))
-    if head.method is Method.XC:
-        records = xc.read_classes(cursor, head.planes[0], head.count, head.population)
-        changes = xc.decode_body(cursor, records, words)
+    if sealed.classes is not None:
+        changes = xc.decode_body(cursor, sealed.classes, words)
         return Segment(head.method, head.start, head.end, head.width, words=changes.folded, changes=changes)
     gaps = decode_planes(cursor, head.count, head.planes[0], _GAP_WORDS)
     folded = decode_planes(cursor, head.count, head.planes[1], words)

@@ -207,23 +207,26 @@ def _spread(call: Callable[[_A], _B], items: Sequence[_A], nbytes: int, threads:
         workers += [pool.submit(work) for _ in range(min(threads, len(items)))]
         wait(workers)
     finally:
-        _halt(stopped, at_work)
-        pool.shutdown()
+        _halt(pool, stopped, at_work)
     for worker in workers:
         worker.result()
     return results
 
 
-def _halt(stopped: list[None], at_work: list[None]) -> None:
+def _halt(pool: ThreadPoolExecutor, stopped: list[None], at_work: list[None]) -> None:
     """Leave nobody at work: one who writes on would undo what is undone. Interrupts are raised afterwards.
 
     An interrupted pool does not know the thread that it was starting, and takes one for ended that it was waiting for.
     """
     interrupt: BaseException | None = None
-    while not stopped or at_work:
+    halted = False
+    while not halted:
         try:
             stopped.append(None)
-            time.sleep(0.001 * bool(at_work))
+            while at_work:
+                time.sleep(0.001)
+            pool.shutdown()
+            halted = True
         except (KeyboardInterrupt, SystemExit) as raised:
             interrupt = raised
     if interrupt is not None:

@@ -231,11 +231,11 @@ def _addresses(pieces: Sequence[NDArray[Any]], words: np.dtype[Any], lengths: ND
     Raises:
         ValueError: when a piece is of another length or type, or not whole words in one place.
     """
-    for piece, length in zip(pieces, lengths, strict=True):
+    for piece, length in zip(pieces, lengths.tolist(), strict=True):
         flags = piece.flags
         if piece.dtype != words or piece.shape != (length,) or not (flags.c_contiguous and flags.aligned):
             raise ValueError(f"pieces do not match: expected {length} of {words}, got {piece.shape} of {piece.dtype}")
-    return np.array([piece.ctypes.data for piece in pieces], np.uint64)
+    return np.array([piece.__array_interface__["data"][0] for piece in pieces], np.uint64)
 
 
 def _lengths(pieces: Sequence[NDArray[Any]]) -> NDArray[np.int64]:

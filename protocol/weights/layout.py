@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,8 +76,7 @@ class Entry:
         return WORDS[self.dtype]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Words ``lo`` to ``hi`` of one tensor, at word ``at`` of the range that was asked for."""
 
     entry: Entry

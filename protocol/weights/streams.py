@@ -77,6 +77,22 @@ class Cursor:
         self.skip(form.size)
         return form.unpack_from(self._data, self._at - form.size)
 
+    def skip_sized(self, head: struct.Struct, count: int) -> None:
+        """Go past ``count`` parts, each led by a head whose last number tells how many bytes follow it.
+
+        Raises:
+            PeerFault: ``E_CHUNK`` when the buffer ends before they do.
+        """
+        data, at = self._data, self._at
+        for _ in range(count):
+            if at + head.size > len(data):
+                break
+            at += head.size + head.unpack_from(data, at)[-1]
+        else:
+            self.skip(at - self._at)
+            return
+        self.skip(at + head.size - self._at)
+
     def copy(self) -> Cursor:
         """Another cursor at the same place of the same buffer."""
         other = Cursor.__new__(Cursor)
@@ -167,11 +183,7 @@ def skip_streams(cursor: Cursor, count: int) -> None:
     Raises:
         PeerFault: ``E_CHUNK`` when the chunk ends before they do.
     """
-    size = 0
-    for _ in range(count):
-        cursor.skip(size)
-        _, size = cursor.unpack(STREAM_HEAD)
-    cursor.skip(size)
+    cursor.skip_sized(STREAM_HEAD, count)
 
 
 def encode_planes(column: NDArray[Any], planes: int, entropy: Coder = Coder.ZSTD) -> bytes:

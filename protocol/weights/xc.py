@@ -5,7 +5,6 @@ Spec: ``docs/spec/weight-diff.md``, "Exponent classes".
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,7 +27,7 @@ from protocol.weights.tokens import MAX_TOKENS
 
 _Bytes = NDArray[np.uint8]
 
-_CLASS: Final = struct.Struct("<BII")
+_CLASS: Final = np.dtype([("first", "u1"), ("population", "<u4"), ("count", "<u4")])
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,9 @@ class Classes:
 
 def encode_body(changes: Changes, entropy: Coder = Coder.ZSTD) -> bytes:
     """Everything of an XC segment behind its header; ``entropy`` codes the tokens."""
-    parts = [
-        _CLASS.pack(*numbers)
-        for numbers in zip(changes.firsts, changes.populations, changes.counts, strict=True)
-    ]
+    records = np.empty(len(changes.firsts), _CLASS)
+    records["first"], records["population"], records["count"] = changes.firsts, changes.populations, changes.counts
+    parts = [records.tobytes()]
     numbers, tokens, laid = kernels.split(changes.gaps, changes.folded, changes.counts)
     parts += encode_streams(laid, columns.sizes_of(changes.counts), entropy)
     return b"".join([*parts, encode_raw_stream(kernels.pack_extras(numbers, tokens).tobytes())])
@@ -62,8 +60,8 @@ def read_classes(cursor: Cursor, classes: int, count: int, population: int) -> C
     Raises:
         PeerFault: ``E_CHUNK`` when they do not add up.
     """
-    records = [cursor.unpack(_CLASS) for _ in range(classes)]
-    firsts, populations, counts = (np.array([r[i] for r in records], np.int64) for i in range(3))
+    records = np.frombuffer(cursor.take(_CLASS.itemsize * classes), _CLASS)
+    firsts, populations, counts = (records[name].astype(np.int64) for name in ("first", "population", "count"))
     if not classes or firsts[0] or (np.diff(firsts) <= 0).any():
         raise PeerFault(E_CHUNK, "classes are not ascending ranges of keys from 0", got=firsts.tolist())
     if int(populations.sum()) != population or int(counts.sum()) != count or (counts > populations).any():
