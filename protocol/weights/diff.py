@@ -172,7 +172,7 @@ def decode_anchor(
 
 def _cut(layout: Layout, limit: int) -> Iterator[tuple[int, int, np.dtype[Any]]]:
     """The whole state as byte ranges of one word size, each at most ``limit`` long."""
-    for start, end, words in layout.runs():
+    for start, end, words in layout.runs:
         for at in range(start, end, limit):
             yield at, min(at + limit, end), words
 
@@ -304,7 +304,7 @@ def _open_all(
     layout: Layout, chunks: Iterable[bytes], kind: Kind, refs: Sequence[ChunkRef] | None
 ) -> Iterator[Sealed]:
     """Segments of all chunks, each checked to begin where the one before ended and to fit the layout's runs."""
-    runs = list(layout.runs())
+    runs = layout.runs
     run, at = 0, 0
     for i, data in enumerate(chunks):
         for segment in open_chunk(data, kind, *([refs[i].max_output_bytes] if refs is not None else [])):

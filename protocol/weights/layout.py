@@ -166,15 +166,17 @@ class Layout:
     def _filled(self) -> list[Entry]:
         return [entry for entry in self.entries if entry.nbytes]
 
-    def runs(self) -> Iterator[tuple[int, int, np.dtype[Any]]]:
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int, np.dtype[Any]], ...]:
         """Byte ranges ``(start, end, words)`` over which the word size does not change, in order."""
-        start = 0
+        found, start = [], 0
         for i, entry in enumerate(self._filled):
             end = entry.offset + entry.nbytes
             following = self._filled[i + 1] if i + 1 < len(self._filled) else None
             if following is None or following.words != entry.words:
-                yield start, end, entry.words
+                found.append((start, end, entry.words))
                 start = end
+        return tuple(found)
 
     def pieces(self, start: int, end: int) -> Iterator[Piece]:
         """The tensors' parts that make up bytes ``start`` to ``end``, which lie inside one run."""

@@ -6,6 +6,7 @@ Spec: ``docs/spec/weight-diff.md``, "Exponent classes".
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -61,15 +62,16 @@ def read_classes(cursor: Cursor, classes: int, count: int, population: int) -> C
         PeerFault: ``E_CHUNK`` when they do not add up.
     """
     records = np.frombuffer(cursor.take(_CLASS.itemsize * classes), _CLASS)
-    firsts, populations, counts = (records[name].astype(np.int64) for name in ("first", "population", "count"))
-    if not classes or firsts[0] or (np.diff(firsts) <= 0).any():
-        raise PeerFault(E_CHUNK, "classes are not ascending ranges of keys from 0", got=firsts.tolist())
-    if int(populations.sum()) != population or int(counts.sum()) != count or (counts > populations).any():
+    firsts, populations, counts = (records[name].tolist() for name in ("first", "population", "count"))
+    if not classes or firsts[0] or any(after <= before for before, after in pairwise(firsts)):
+        raise PeerFault(E_CHUNK, "classes are not ascending ranges of keys from 0", got=firsts)
+    exceeded = any(n > words for n, words in zip(counts, populations, strict=True))
+    if sum(populations) != population or sum(counts) != count or exceeded:
         raise PeerFault(
             E_CHUNK, "populations and counts of classes do not add up", expected=f"{population} words, {count} changes",
-            got=f"{int(populations.sum())} words, {int(counts.sum())} changes",
+            got=f"{sum(populations)} words, {sum(counts)} changes",
         )
-    return Classes(firsts.astype(np.uint8), populations, counts)
+    return Classes(np.array(firsts, np.uint8), np.array(populations, np.int64), np.array(counts, np.int64))
 
 
 def decode_body(cursor: Cursor, classes: Classes, words: np.dtype[Any]) -> Changes:

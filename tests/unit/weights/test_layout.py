@@ -83,7 +83,7 @@ def test_pieces_cover_every_range_inside_a_run() -> None:
     rng = np.random.default_rng(1)
     state = random_bits(LAYOUT, rng)
     whole = b"".join(state[e.name].tobytes() for e in LAYOUT.entries)
-    for start, end, words in LAYOUT.runs():
+    for start, end, words in LAYOUT.runs:
         size = words.itemsize
         for _ in range(20):
             lo, hi = sorted(rng.integers(0, (end - start) // size + 1, 2))
@@ -94,7 +94,7 @@ def test_pieces_cover_every_range_inside_a_run() -> None:
 
 
 def test_runs_tile_the_state_by_word_size() -> None:
-    runs = list(LAYOUT.runs())
+    runs = list(LAYOUT.runs)
     assert runs[0][0] == 0
     assert runs[-1][1] == LAYOUT.nbytes
     assert all(a[1] == b[0] and a[2] != b[2] for a, b in pairwise(runs))
