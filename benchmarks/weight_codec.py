@@ -15,8 +15,6 @@ from __future__ import annotations
 import harness  # first: it puts the project on the path
 
 # ruff: noqa: I001
-import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,9 +38,8 @@ from protocol.weights.diff import (
     encode_diff,
 )
 from protocol.weights.layout import Layout, State, copy_state
-from protocol.weights.state_root import state_root
 from protocol.weights.coder import Coder
-from beside_itself import two_process_scaling
+import whole_diffs
 from recorded_diffs import CHAIN_LR, Recording, load, record
 from rival_codecs import RIVALS
 
@@ -50,8 +47,6 @@ from rival_codecs import RIVALS
 SYNTHETIC_STEPS: Final = {"synthetic 0.1 %": 2.4e-8, "synthetic 1 %": 3.4e-7, "synthetic 5 %": 2.4e-6}
 #: Where the recording is kept.
 _CACHE: Final = Path.home() / ".cache" / "assay-bench" / "weight-codec"
-#: Rounds of whole diffs, for each of the others.
-_WHOLE_ROUNDS: Final = 4
 #: Versions of a catch-up.
 CATCH_UP: Final = 20
 #: Ours: name -> method and entropy coder.
@@ -104,10 +99,12 @@ def main() -> None:
     cases = list(_cases(recording, options.quick, options.seed))
     densities = {case.name: _measure(case, rounds) for case in cases}
     main_case = next((case for case in cases if case.name == _name(CHAIN_LR)), cases[1])
+    large = _large(main_case, options.seed)
     result = {
         "densities": densities, "main": main_case.name,
         "recorded_steps": 0 if recording is None else len(recording.chain),
-        **_whole(_large(main_case, options.seed), rounds), **_catch_up(recording, options.quick, options.seed),
+        **whole_diffs.measure(large.layout, large.old, large.new, rounds),
+        **_catch_up(recording, options.quick, options.seed),
         **_summary(densities, main_case.name),
     }
     harness.finish(result, _text(result), only_json=options.json)
@@ -273,58 +270,6 @@ def _applied(
             found[name].append(time.perf_counter() - started)
             reset()
     return {name: harness.Timing(tuple(seconds)) for name, seconds in found.items()}
-
-
-def _whole(case: Case, rounds: int) -> dict[str, Any]:
-    """Applying and verifying against hashing alone, on one thread and on two; and what a second thread brings."""
-    live, cores = copy_state(case.old), len(os.sched_getaffinity(0))
-    data = encode_diff(case.layout, case.old, case.new)
-
-    def applied(threads: int) -> Callable[[State], None]:
-        patch = decode_diff(case.layout, data, threads=threads)
-        return apply_patch(case.layout, live, patch, threads=threads).revert
-
-    def verified(threads: int) -> Callable[[State], None]:
-        undo = applied(threads)
-        state_root(case.layout, live, threads=threads)
-        return undo
-
-    def coded(threads: int) -> Callable[[State], None]:
-        encode_diff(case.layout, case.old, case.new, threads=threads)
-        return lambda _state: None
-
-    def hashed(threads: int) -> Callable[[State], None]:
-        state_root(case.layout, live, threads=threads)
-        return lambda _state: None
-
-    work = {"hash": hashed, "apply": applied, "verified": verified, "encode": coded}
-    found: dict[tuple[str, int], list[float]] = {(name, threads): [] for name in work for threads in (1, 2)}
-    for _ in range(_WHOLE_ROUNDS * rounds + 2):
-        for (name, threads), seconds in found.items():
-            started = time.perf_counter()
-            reset = work[name](threads)
-            seconds.append(time.perf_counter() - started)
-            reset(live)
-
-    def ratio(over: tuple[str, int], under: tuple[str, int]) -> float:
-        """The median of what every round says: the two of a round had the same machine."""
-        return statistics.median(a / b for a, b in zip(found[over][2:], found[under][2:], strict=True))
-
-    scaling = {name: ratio((name, 1), (name, 2)) for name in work}
-    limits = {name: two_process_scaling(partial(_one, work[name], live), rounds) for name in ("encode", "apply")}
-    to_hash = {threads: ratio(("verified", threads), ("hash", threads)) for threads in (1, 2)}
-    hash_s = statistics.median(found["hash", 1])
-    return {
-        "apply_verify_vs_hash": to_hash[1], "apply_verify_vs_hash_two_threads": to_hash[2], "hash_s": hash_s,
-        "two_process_scaling_by": limits,
-        "two_thread_scaling": min(scaling["encode"], scaling["apply"]), "two_thread_scaling_by": scaling,
-        "cores": cores,
-    }
-
-
-def _one(work: Callable[[int], Callable[[State], None]], live: State) -> Callable[[], None]:
-    """On one thread; what is returned puts it back."""
-    return partial(work(1), live)
 
 
 def _catch_up(recording: Recording | None, quick: bool, seed: int) -> dict[str, Any]:
