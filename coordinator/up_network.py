@@ -266,7 +266,7 @@ class Network:
         self._view.event("complete", {"version": self.status.version if self.status else None})
         self._settle(lambda status: status.rollouts.pending == 0, FAREWELL_S / 3)
         drills.leave()
-        awaited = ["learner", *self.honest]
+        awaited = [name for name in ("learner", *self.honest) if self._supervisor.state(name) is not None]
         self._settle(
             lambda _: all(self._supervisor.state(name) in {State.DONE, State.STOPPED} for name in awaited), FAREWELL_S
         )

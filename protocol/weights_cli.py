@@ -104,7 +104,7 @@ def _count(nbytes: int) -> str:
 @app.command(epilog="Example: assay weights verify --coordinator http://127.0.0.1:8700 --root HEX --deep")
 def verify(
     coordinator: CoordinatorOption, root: RootOption,
-    first: Annotated[int, typer.Option("--from", help="First version to look at.")] = 0,
+    first: Annotated[int, typer.Option("--from", min=0, help="First version to look at.")] = 0,
     deep: Annotated[bool, typer.Option("--deep", help="Rebuild every version and compare its root, too.")] = False,
     model: Annotated[
         Path | None, typer.Option(help="Check this model folder or safetensors file instead, and say where it differs.")
@@ -114,13 +114,16 @@ def verify(
     mirror: MirrorOption = None, cache: CacheOption = DEFAULT_CACHE, as_json: JsonOption = False,
 ) -> None:
     """Fetch every chunk and compare its hash; with --deep make every version and compare its root."""
-    from protocol.errors import AssayError
+    from protocol.errors import E_USAGE, AssayError, LocalFault
 
     bad, follower = 0, None
     with _catalogue(coordinator, root) as catalogue, _pool(coordinator, mirror, cache) as pool:
         if model is not None:
             raise typer.Exit(0 if _is_version(catalogue, pool, model, version, as_json) else 1)
-        for link in catalogue.links[max(0, first):]:
+        if first >= max(1, len(catalogue.links)):
+            newest = len(catalogue.links) - 1
+            raise LocalFault(E_USAGE, "no such version", expected=f"--from 0 to {newest}", got=first)
+        for link in catalogue.links[first:]:
             found = catalogue.damaged(pool, link.manifest)
             bad += len(found)
             for ref, error in found:
@@ -136,7 +139,7 @@ def verify(
                 bad += 1
                 _say(as_json, {"version": link.version, "chunk": None, "code": error.code, "why": str(error)},
                      f"version {link.version}: {error}")
-    count = len(catalogue.links[max(0, first):])
+    count = len(catalogue.links[first:])
     _say(as_json, {"versions": count, "deep": deep, "bad": bad},
          f"{count} versions, {'roots and ' if deep else ''}chunks checked: {bad or 'nothing'} bad")
     raise typer.Exit(1 if bad else 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from protocol.errors import AssayError
+from protocol.errors import E_USAGE, AssayError, LocalFault
 from protocol.identity import Identity
 from protocol.messages import ChunkRef
 from protocol.store import DirectoryStore
@@ -257,3 +257,12 @@ def test_progress_is_a_bar_on_a_terminal_and_json_lines_elsewhere() -> None:
             told = [json.loads(line) for line in text.splitlines()]
             assert [line["bytes"] for line in told] == [2**20, 2 * 2**20, 3 * 2**20, 4 * 2**20, 4 * 2**20]
             assert told[-1]["sources"] == {"a": 4 * 2**20}
+
+
+def test_verify_does_not_pass_on_versions_that_there_are_not(office: Office, tmp_path: Path) -> None:
+    cache = ["--cache", str(tmp_path / "cache")]
+    assert call(office, "verify", "--from", "11", *cache).stdout.startswith("1 versions, ")
+    beyond = call(office, "verify", "--from", "12", *cache)
+    assert isinstance(beyond.exception, LocalFault)
+    assert (beyond.exception.code, beyond.exception.expected, beyond.exception.got) == (E_USAGE, "--from 0 to 11", "12")
+    assert call(office, "verify", "--from", "-1", *cache).exit_code == 2
