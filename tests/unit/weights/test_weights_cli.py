@@ -264,5 +264,5 @@ def test_verify_does_not_pass_on_versions_that_there_are_not(office: Office, tmp
     assert call(office, "verify", "--from", "11", *cache).stdout.startswith("1 versions, ")
     beyond = call(office, "verify", "--from", "12", *cache)
     assert isinstance(beyond.exception, LocalFault)
-    assert (beyond.exception.code, beyond.exception.expected, beyond.exception.got) == (E_USAGE, "--from 0 to 11", "12")
+    assert (beyond.exception.code, beyond.exception.expected, beyond.exception.got) == (E_USAGE, "--from 0 to 11", 12)
     assert call(office, "verify", "--from", "-1", *cache).exit_code == 2
