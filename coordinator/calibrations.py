@@ -25,16 +25,25 @@ def calibrated(profiles: Sequence[Profile], files: Iterable[Path], layout_sha256
     return list(found.values())
 
 
-def _read(file: Path, layout_sha256: str) -> Profile:
+def read_record(file: Path) -> tuple[Envelope, CalibrationRecord]:
+    """A record and its envelope, for whatever model it is.
+
+    Raises:
+        LocalFault: ``E_CONFIG`` for a file that cannot be read or is no record.
+    """
     try:
         envelope = Envelope.from_bytes(file.read_bytes())
         claimed = CalibrationRecord.from_payload(envelope.payload)
-        record = CalibrationRecord.open(envelope, claimed.verifier_public_key)
+        return envelope, CalibrationRecord.open(envelope, claimed.verifier_public_key)
     except (OSError, PeerFault) as error:
         raise LocalFault(
             E_CONFIG, f"cannot use the calibration {file}", expected="a record of `assay verifier calibrate`",
             got=str(error)[:200],
         ) from None
+
+
+def _read(file: Path, layout_sha256: str) -> Profile:
+    envelope, record = read_record(file)
     if record.layout_sha256 != layout_sha256:
         raise LocalFault(
             E_CONFIG, f"the calibration {file} is of another model", expected=layout_sha256, got=record.layout_sha256

@@ -39,6 +39,7 @@ def up(
     Ends by itself with a summary. Ctrl-C drains everything; the same command goes on with the run.
     Exit status: 0 the run is complete or was stopped, 1 something did not hold.
     """
+    from coordinator.calibrations import read_record
     from coordinator.locks import FolderLock
     from coordinator.preset_settings import with_settings
     from coordinator.presets import preset as preset_of
@@ -48,6 +49,8 @@ def up(
     from coordinator.up_view import JsonView, LiveView, View
     from protocol.clock import SystemClock
 
+    for file in calibration or ():
+        read_record(file)  # before a folder is made that remembers it
     folder = Folder(directory)
     with FolderLock(folder.lock, "assay up"):
         earlier = folder.load()

@@ -93,3 +93,12 @@ def test_logs_are_json_lines(tmp_path: Path) -> None:
     }
     assert second["code"] == "E_STORE"
     assert "Traceback" in second["traceback"]
+
+
+def test_a_calibration_is_looked_at_before_a_folder_remembers_it(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("no record")
+    command = [sys.executable, "-m", "assay", "up", str(tmp_path / "run"), "--calibration", str(tmp_path / "notes.md")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 2
+    assert "cannot use the calibration" in run.stderr
+    assert not (tmp_path / "run").exists()
