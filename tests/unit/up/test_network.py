@@ -27,12 +27,15 @@ def test_calibrations_reach_the_manifest(tmp_path: Path, monkeypatch) -> None:
         network.drain()
         return Report(holds=True, lines=[])
 
+    looked_at: list[Path] = []
     monkeypatch.setattr(up_report, "conclude", conclude)
+    monkeypatch.setattr("coordinator.calibrations.read_record", looked_at.append)  # real in test_process.py
     monkeypatch.setattr("signal.signal", lambda *_: None)  # the test run keeps its own
     flags = [str(tmp_path / "run"), "--calibration", str(one), "--calibration", str(two), "--json"]
     for arguments in (flags, flags[:1]):  # the second start goes on with what the first was told
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output
+    assert looked_at == [one, two]
     for arguments in asked:
         assert [a for a in arguments if a.startswith("--calibration")] == [
             f"--calibration={one}", f"--calibration={two}"
