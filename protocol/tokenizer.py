@@ -6,10 +6,12 @@ Reads ``tokenizer.json``, ``tokenizer_config.json`` and, when there is one, ``ch
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import tokenizers
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -21,6 +23,8 @@ E_TOKENIZER = code("E_TOKENIZER", "a model's tokenizer files are missing, malfor
 
 #: One turn of a conversation: keys ``role`` and ``content``.
 ChatTurn = Mapping[str, str]
+#: Characters that stand for the names of special tokens while a template is rendered (Unicode's private use area).
+_PRIVATE: Final = range(0xE000, 0xF900)
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,34 @@ class Tokenizer:
         return self.model.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[ChatTurn]) -> list[int]:
-        """Token ids of a conversation up to the point where the assistant answers."""
-        return self.encode(self.render_chat(messages))
+        """Token ids of a conversation up to the point where the assistant answers.
+
+        Only the template makes special tokens. What is spelt like one in a turn's content, a question that holds
+        ``<|im_end|>`` for example, is encoded as the characters it is made of: no content ends its turn or opens one.
+
+        Raises:
+            LocalFault: ``E_TOKENIZER`` as for ``render_chat``.
+        """
+        if not any(self._spelt.search(turn["content"]) for turn in messages):
+            return self.encode(self.render_chat(messages))
+        text = "".join([self.chat_template or "", *(turn["content"] for turn in messages)])
+        free = [mark for mark in map(chr, _PRIVATE) if mark not in text]
+        names = sorted({name for turn in messages for name in self._spelt.findall(turn["content"])})
+        marks = dict(zip(names, free, strict=False))
+        if len(marks) < len(names):
+            raise LocalFault(E_TOKENIZER, "a conversation with every private character and special tokens in its text")
+        masked = self.render_chat([
+            {**turn, "content": self._spelt.sub(lambda found: marks[found.group()], turn["content"])}
+            for turn in messages
+        ])
+        spelt = {mark: name for name, mark in marks.items()}
+        ids = []
+        for piece in re.split(f"([{''.join(spelt)}])", masked):
+            if piece in spelt:
+                ids += self._literal.encode(spelt[piece], add_special_tokens=False).ids
+            else:
+                ids += self.encode(piece)
+        return ids
 
     def render_chat(self, messages: Sequence[ChatTurn]) -> str:
         """Text of a conversation in the model's chat template, with the opening of the assistant's turn.
@@ -99,6 +129,20 @@ class Tokenizer:
         except TemplateError as error:
             kind = "malformed" if isinstance(error, TemplateSyntaxError) else "refuses the conversation"
             raise LocalFault(E_TOKENIZER, f"the chat template is {kind}", got=str(error)) from None
+
+    @cached_property
+    def _spelt(self) -> re.Pattern[str]:
+        """Finds the names of special tokens in a text, the longest first; nothing where there are none."""
+        added = self.model.get_added_tokens_decoder().values()
+        names = sorted((re.escape(token.content) for token in added if token.special), key=len, reverse=True)
+        return re.compile("|".join(names) or r"(?!)")
+
+    @cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, blind to special tokens: their names are characters to it. One that no thread changes."""
+        model = tokenizers.Tokenizer.from_str(self.model.to_str())
+        model.encode_special_tokens = True
+        return model
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
