@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.messages import Commitment, Environment, Lease, Profile
+from tests.adversary.answering import AnsweringWorld
 from tests.adversary.honest_zoo import calibrate
 from tests.adversary.pipeline import Cheat, Handed, NodeAtWork, Pipeline
 from tests.adversary.registry import Catch
@@ -39,6 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "liar": {},
     "steered": STEERED | {"world": RestlessWorld},
     "stretched": STEERED | {"world": ShortWorld},
+    "answering": {"world": AnsweringWorld},
 }
 #: Stacks whose rollouts calibrate a run's profiles.
 CALIBRATING = (Stack(), Stack("prefill", padding="right"), Stack(dtype="bf16"), Stack(dtype="bf16", attention="eager"))

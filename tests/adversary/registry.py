@@ -49,7 +49,7 @@ ROWS: Final[dict[int, str]] = {
     30: "colluding replicas",
     31: "false segments",
     32: "lying verifier against an honest node",
-    33: "hostile tool results or environment state in multi-turn tasks",
+    33: "hostile tool results or environment state",
     34: "rewards hacked through the checker",
 }
 

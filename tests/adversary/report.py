@@ -30,9 +30,11 @@ logger = logging.getLogger("tests.adversary.report")
 
 
 def attacks(
-    folder: Path, trials: int, worlds: int, rows: range, save: Callable[[dict[str, Any]], None]
+    folder: Path, trials: int, worlds: int, rows: range, named: str, save: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Power of every fixture of these rows, in rounds of one trial each; the others keep what was measured before.
+    """Power of every fixture of these rows whose name holds ``named``, in rounds of one trial each.
+
+    The others keep what was measured before.
 
     What was measured is saved after each trial.
     """
@@ -46,7 +48,7 @@ def attacks(
     catches: dict[str, list[Catch]] = {}
     for seed in range(trials):
         for fixture in FIXTURES:
-            if fixture.row in rows:
+            if fixture.row in rows and named in fixture.name:
                 catch = fixture.trial(bench, seed)
                 if fixture.kind == "caught" and not fixture.holds(catch):
                     logger.error("not caught as it must be: row %d, %s", fixture.row, fixture.name)
@@ -112,8 +114,11 @@ Kept as strict expected failures: when one begins to be caught, the test says so
 """
 
 NOTE: Final = """
-Row 33 has no fixture of its own kind: tasks have one turn and no tools, so that there are no tool results to trust. The
-fixture is the nearest thing, task data written by an adversary.
+Rows 33 and 34 run on GSM8K rows of our own making with a policy that was trained on the spot to say certain things to
+certain questions; the node and every draw are honest unless the variant says otherwise. *reward 0*: the rollouts are
+genuine and pass, and none of them earns anything, while plain answers of the same policy earn everything. Tasks have
+one turn and no tools; what an environment could say in between is tried as a question that holds forged turns, as a
+completion that holds a forged tool result, and as other questions under the same hash.
 """
 
 HONEST: Final = {
@@ -210,6 +215,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20, help="trials per fixture (default 20)")
     parser.add_argument("--worlds", type=int, default=2, help="random models to take turns (default 2)")
     parser.add_argument("--rows", default="1-34", help="rows of the attack zoo to run, FIRST-LAST (default 1-34)")
+    parser.add_argument("--named", default="", metavar="TEXT", help="of these rows, variants whose name holds TEXT")
     parser.add_argument(
         "--tiny", type=int, nargs=3, default=TINY, help=f"tiny model: rollouts per stack (default {TINY})",
         metavar=("UNLISTED", "CALIBRATING", "CHECKED"),
@@ -223,7 +229,7 @@ def main() -> None:
     first, _, last = options.rows.partition("-")
     rows = range(int(first), int(last or first) + 1)
     runs = {
-        "attacks": lambda folder: attacks(folder, options.trials, options.worlds, rows, save),
+        "attacks": lambda folder: attacks(folder, options.trials, options.worlds, rows, options.named, save),
         "tiny": lambda folder: tiny(folder, options.tiny),
         "smollm2": smollm2,
     }

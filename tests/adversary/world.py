@@ -222,7 +222,7 @@ class World:
         self.layout = _layout(load_config_model(self.model_dir))
 
     def _next_state(self) -> State:
-        new = _next_state(self.states[-1], self.rng) if self.states else _first_state(self.layout, self.rng)
+        new = next_state(self.states[-1], self.rng) if self.states else _first_state(self.layout, self.rng)
         if self._tie_rows:
             new["model.embed_tokens.weight"][10:14] = new["model.embed_tokens.weight"][10]
         return new
@@ -276,7 +276,7 @@ class RestlessWorld(World):
     """Versions that differ much, and always as much: each is the first one with other noise on its weights."""
 
     def _next_state(self) -> State:
-        return _next_state(self.states[0], self.rng, 0.2) if self.states else super()._next_state()
+        return next_state(self.states[0], self.rng, 0.2) if self.states else super()._next_state()
 
 
 class ShortWorld(RestlessWorld):
@@ -325,7 +325,7 @@ def _first_state(layout: Layout, rng: np.random.Generator) -> State:
     return state
 
 
-def _next_state(state: State, rng: np.random.Generator, step: float = 0.02) -> State:
+def next_state(state: State, rng: np.random.Generator, step: float = 0.02) -> State:
     """About what a step of AdamW does: most words stay, some move by a little."""
     new = copy_state(state)
     for name, words in new.items():
