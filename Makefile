@@ -37,7 +37,8 @@ test: $(STAMP) ## All tests that end within minutes; starts what they need.
 	$(BIN)/python -m pytest -m "e2e and not slow" $(PYTEST_FLAGS)
 
 test-slow: $(STAMP) ## The long tests too.
-	$(BIN)/python -m pytest -m "slow and not fuzz and not crash" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -o faulthandler_timeout=0 -m "slow and not fuzz and not crash" \
+	  $(PYTEST_FLAGS)
 
 fuzz: $(STAMP) ## Bytes nobody foresaw against every decoder, at length.
 	$(BIN)/python -m pytest -m "fuzz" $(PYTEST_FLAGS)
