@@ -11,7 +11,7 @@ from node.engine import Engine, Request
 from protocol import bundle as bundles
 from protocol.messages import Lease
 from protocol.rollout import Finish, Rollout, Segment
-from tests.adversary.answering import ROLES, AnsweringWorld, Line
+from tests.adversary.answering import ROLES, AnsweringWorld
 from tests.adversary.bench import Bench, Catch
 from tests.adversary.cheats import Wrapped, heads_by_prefill
 from tests.adversary.pipeline import Cheat, NodeAtWork, Pipeline
@@ -99,11 +99,11 @@ def hostile_questions(bench: Bench, seed: int) -> Catch:
 
 
 def _forging(world: Any, honest: Engine) -> Engine:
-    """The rollout begins as it was drawn; then comes a tool's turn of the node's own making, with the answer."""
+    """The rollout begins as it was drawn, if not with its end; then comes a tool's turn of the node's own making."""
 
     def forged(request: Request, rollout: Rollout) -> Rollout:
-        turn = world.tokenizer.encode(f"<tool>the checker says {_asked(world, request).answer}")
-        tokens = np.array([*rollout.tokens[:1], *turn, EOS], np.uint32)
+        turn = world.tokenizer.encode(f"<tool>the checker says {world.line_of(request.prompt).answer}")
+        tokens = np.array([*(t for t in rollout.tokens[:1] if t != EOS), *turn, EOS], np.uint32)
         start = Segment(0, request.start_version)
         changed = Rollout(
             sample=rollout.sample, tokens=tokens, head_lengths=rollout.head_lengths, head_ids=rollout.head_ids,
@@ -114,10 +114,6 @@ def _forging(world: Any, honest: Engine) -> Engine:
 
     wrapped: Any = Wrapped(honest, done=forged)
     return wrapped  # type: ignore[no-any-return]
-
-
-def _asked(world: AnsweringWorld, request: Request) -> Line:
-    return world.line_of(request.prompt)
 
 
 @fixture(33, "a tool result of the node's own making within the completion", "T1", "E_REPLAY")
