@@ -87,7 +87,7 @@ $(STAMP): requirements.lock requirements-nodeps.lock pyproject.toml
 	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Assay needs Python 3.11 or newer with venv, found none as '$(PYTHON)'."; \
 	  echo "On Debian or Ubuntu: apt install python3.11 python3.11-venv; elsewhere: make PYTHON=/path/to/python3.11"; exit 1; }
-	@echo "Building $(VENV) (once; a minute or two, about 2 GB) ..."
+	@echo "Building $(VENV) (once; two to five minutes, about 2 GB) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -r requirements.lock
 	$(BIN)/pip install --quiet --no-deps -r requirements-nodeps.lock

@@ -10,15 +10,25 @@ import httpx
 
 from coordinator.server import ADDRESS_FILE
 from protocol.api import JoinLink, error_of
-from protocol.errors import E_KEY_FILE, E_UNREACHABLE, LocalFault, Transient
+from protocol.errors import E_CONFIG, E_KEY_FILE, E_UNREACHABLE, LocalFault, Transient
 
 TIMEOUT_S = 30.0
 
 
 class AdminClient:
-    """Talks to the coordinator that serves a directory, with the admin token that lies in it."""
+    """Talks to the coordinator that serves a directory, with the admin token that lies in it.
+
+    Raises:
+        LocalFault: ``E_CONFIG`` when it is not the directory of a run; ``E_KEY_FILE`` when a file of it is unreadable.
+    """
 
     def __init__(self, directory: Path, transport: httpx.BaseTransport | None = None):
+        if not (directory / "link.txt").is_file():
+            raise LocalFault(
+                E_CONFIG, f"{directory} holds no run that was served", expected="a folder with link.txt",
+                got="a folder without" if directory.is_dir() else "no such folder",
+                hint="name the run's directory with --dir",
+            )
         self._link = JoinLink.parse(_read(directory / "link.txt"))
         self._url = _serving_url(directory) or self._link.base_url
         token = _read(directory / "admin.token").strip()
@@ -72,7 +82,7 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:
         raise LocalFault(
-            E_KEY_FILE, f"cannot read {path}", got=str(error), hint="name the run's directory with --dir"
+            E_KEY_FILE, f"cannot read {path}", got=str(error), hint="restore it from your backup"
         ) from None
 
 

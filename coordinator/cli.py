@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 refused or failed, 2 bad usage or configuration.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,10 +26,19 @@ app = typer.Typer(
 db = typer.Typer(help="The database: check, upgrade, back up.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(db, name="db")
 
+
+def _node_id(value: str) -> str:
+    if re.fullmatch("[0-9a-f]{64}", value) is None:
+        raise typer.BadParameter(f"expected 64 hex digits (see assay coordinator nodes), got {value[:80]!r}")
+    return value
+
+
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the run.")]
 Dir = Annotated[Path, typer.Option("--dir", metavar="DIR", help="Directory of the run.")]
 Reason = Annotated[str, typer.Option("--reason", help="Why; it is written to the public log.")]
-NodeId = Annotated[str, typer.Argument(metavar="NODE_ID", help="64 hex digits, see `assay coordinator nodes`.")]
+NodeId = Annotated[
+    str, typer.Argument(metavar="NODE_ID", help="64 hex digits, see `assay coordinator nodes`.", callback=_node_id)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -118,7 +120,7 @@ def sqlite_url(path: Path) -> str:
 
 
 def backup(file: Path) -> Path:
-    """Copy a SQLite database that may be in use to a new file beside it.
+    """Copy a SQLite database that may be in use to a new file beside it, open to the same users.
 
     Raises:
         LocalFault: ``E_DATABASE`` when it cannot be read or written.
@@ -127,9 +129,10 @@ def backup(file: Path) -> Path:
         raise LocalFault(E_DATABASE, "no such database", got=file)
     copy = file.with_name(f"{file.name}.{datetime.now(UTC):%Y%m%dT%H%M%S%f}.backup")
     try:
+        os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IMODE(file.stat().st_mode)))
         with closing(sqlite3.connect(file)) as source, closing(sqlite3.connect(copy)) as target:
             source.backup(target)
-    except sqlite3.Error as error:
+    except (OSError, sqlite3.Error) as error:
         raise LocalFault(E_DATABASE, f"cannot back up {file}", got=str(error)) from None
     return copy
 

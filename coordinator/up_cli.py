@@ -5,9 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from coordinator.presets import Preset
 
 app = typer.Typer(
     rich_markup_mode=None, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
@@ -52,12 +55,18 @@ def up(
     for file in calibration or ():
         read_record(file)  # before a folder is made that remembers it
     folder = Folder(directory)
-    with FolderLock(folder.lock, "assay up"):
+
+    def base_of() -> Preset:
         earlier = folder.load()
-        base = with_settings(
+        return with_settings(
             preset_of(preset or (earlier.preset if earlier else "tiny"), task or (earlier.task if earlier else None)),
             assignments or (earlier.settings if earlier else ()),
         )
+
+    folder.claim()
+    base_of()  # a wrong call leaves no folder behind
+    with FolderLock(folder.lock, "assay up"):
+        base = base_of()
         choices = settle(
             folder,
             {

@@ -61,6 +61,22 @@ class Folder:
         """Home of a node."""
         return self.path / "nodes" / name
 
+    def claim(self) -> None:
+        """Nothing of somebody else's is here.
+
+        Raises:
+            LocalFault: ``E_CONFIG`` for a file, and for a folder that holds something but no run of ``assay up``.
+        """
+        if not self.path.exists() or self.choices.exists():
+            return
+        here = [found.name for found in self.path.iterdir()] if self.path.is_dir() else ["a file"]
+        strangers = sorted({*here} - {self.lock.name})
+        if strangers:
+            raise LocalFault(
+                E_CONFIG, f"{self.path} holds something else", expected="a new folder, or one made by assay up",
+                got=", ".join(strangers[:3]) + (", ..." if len(strangers) > 3 else ""), hint="give another folder",
+            )
+
     def load(self) -> Choices | None:
         """The choices made at the first start; None before it.
 

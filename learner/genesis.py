@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from learner.disk import E_WORK_DIR, whole_directory
+from learner.disk import whole_directory
 from learner.genesis_smollm2 import convert_smollm2
 from learner.genesis_tiny import make_tiny
 from protocol.errors import E_CONFIG, LocalFault
@@ -28,7 +28,7 @@ def init_model(preset: str, out: Path, seed: int, log: Log | None = None) -> Non
     The same preset and seed give the same bytes on the same kind of machine (one thread; ``smollm2`` has no seed).
 
     Raises:
-        LocalFault: ``E_CONFIG`` unknown preset; ``E_WORK_DIR`` when ``out`` holds something else or cannot be
+        LocalFault: ``E_CONFIG`` unknown preset, or ``out`` holds something else; ``E_WORK_DIR`` when it cannot be
             written; ``E_GENESIS`` when a package is missing.
     """
     makers: dict[str, Callable[[Path, int, Log], None]] = {"tiny": make_tiny, "smollm2": convert_smollm2}
@@ -54,7 +54,7 @@ def _holds(out: Path, marker: dict[str, str | int]) -> bool:
         found = None
     if found != marker:
         raise LocalFault(
-            E_WORK_DIR,
+            E_CONFIG,
             f"{out} holds something else",
             expected=f"a new folder or {json.dumps(marker)}",
             got=json.dumps(found) if found else "no model made by this command",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from node.uploader import E_RECEIPT
 from protocol.causes import advice, likely_causes
 from protocol.client import CoordinatorClient
 from protocol.envelope import Envelope
-from protocol.errors import E_NOT_FOUND, AssayError, LocalFault, PeerFault
+from protocol.errors import E_NOT_FOUND, E_USAGE, AssayError, LocalFault, PeerFault
 from protocol.identity import key_id
 from protocol.log_proof import LogProof
 from protocol.messages import Finding, Receipt, RunManifest, Verdict
@@ -73,12 +74,16 @@ def explain(home: Home, client: CoordinatorClient, what: str | None) -> Explanat
     """What became of a lease.
 
     Args:
-        what: receipt or lease id; None takes the newest receipt that did not pass.
+        what: receipt or lease id; None takes the newest receipt that failed, or else the newest that did not pass: a
+            ban voids what came after its reason.
 
     Raises:
-        LocalFault: ``E_NOT_FOUND`` when there is no such receipt, or none that did not pass.
+        LocalFault: ``E_USAGE`` for what is no id; ``E_NOT_FOUND`` when there is no such receipt, or none that did
+            not pass.
         PeerFault: the coordinator shows another receipt than the one this node kept, or one it did not sign.
     """
+    if what is not None and re.fullmatch("[0-9a-f]{32}", what) is None:
+        raise LocalFault(E_USAGE, "not the id of a receipt or a lease", expected="32 hex digits", got=what[:80])
     run, pin = home.manifest(), home.pin()
     kept = Receipts(home.receipts).find(what) if what is not None else None
     receipt_id = kept[0] if kept is not None else what or _newest(client, home.identity().id)
@@ -101,9 +106,11 @@ def explain(home: Home, client: CoordinatorClient, what: str | None) -> Explanat
 
 
 def _newest(client: CoordinatorClient, node_id: str) -> str:
-    for receipt in client.node(node_id).get("receipts", []):
-        if receipt.get("state") in _UNWELCOME:
-            return str(receipt["receipt_id"])
+    receipts = client.node(node_id).get("receipts", [])
+    for states in ({"fail"}, _UNWELCOME):
+        for receipt in receipts:
+            if receipt.get("state") in states:
+                return str(receipt["receipt_id"])
     raise LocalFault(
         E_NOT_FOUND, "none of this node's newest receipts failed or was set aside", hint="name a receipt or a lease"
     )

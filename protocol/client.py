@@ -62,7 +62,7 @@ from protocol.messages import (
 )
 from protocol.store import MAX_ANNOUNCEMENT_BYTES
 from protocol.swarm.announce import PeerAnnounce
-from protocol.validation import expectation
+from protocol.validation import expectation, http_address
 
 #: Largest JSON answer read, in bytes.
 MAX_REPLY_BYTES: Final = 64 * 2**20
@@ -90,8 +90,9 @@ class CoordinatorClient:
         deadline_s: longest time any call takes, retries included.
         seed: of the jitter; None draws it from the operating system.
 
-    Every method raises :class:`~protocol.errors.AssayError`: what the coordinator answered, or ``Transient``
-    ``E_UNREACHABLE`` once the deadline has passed.
+    Making one raises ``LocalFault`` ``E_CONFIG`` when ``base_url`` is no address. Every method raises
+    :class:`~protocol.errors.AssayError`: what the coordinator answered, or ``Transient`` ``E_UNREACHABLE`` once the
+    deadline has passed.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class CoordinatorClient:
         deadline_s: float = 30.0,
         seed: int | None = None,
     ):
-        self.base_url = base_url.rstrip("/")
+        self.base_url = http_address(base_url)
         self.identity = identity
         self.run_id = run_id
         self._clock: Clock = clock or SystemClock()

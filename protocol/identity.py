@@ -72,10 +72,15 @@ class Identity:
         try:
             mode = stat.S_IMODE(path.stat().st_mode)
             text = path.read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise LocalFault(
                 E_KEY_FILE, f"cannot read key file {path}", got=str(error),
                 hint="name another file, or restore it from your backup: a lost key cannot be recovered",
+            ) from None
+        except UnicodeDecodeError:
+            raise LocalFault(
+                E_KEY_FILE, f"key file {path} is malformed", expected="64 hex digits", got="bytes that are not ASCII",
+                hint="name another file, or restore it from your backup",
             ) from None
         if mode & 0o077:
             raise LocalFault(

@@ -107,7 +107,8 @@ def verify(
     first: Annotated[int, typer.Option("--from", min=0, help="First version to look at.")] = 0,
     deep: Annotated[bool, typer.Option("--deep", help="Rebuild every version and compare its root, too.")] = False,
     model: Annotated[
-        Path | None, typer.Option(help="Check this model folder or safetensors file instead, and say where it differs.")
+        Path | None,
+        typer.Option(exists=True, help="Check this model folder or safetensors file instead; say where it differs."),
     ] = None,
     version: Annotated[int | None, typer.Option(help="With --model: what it should be; default: any, or the newest.")]
     = None,

@@ -196,6 +196,12 @@ def test_answers_that_make_no_sense_are_the_coordinators_fault(body: bytes, cloc
     assert caught.value.code == "E_SCHEMA"
 
 
+@pytest.mark.parametrize("url", ["foo", "", "ftp://x", "http://", "127.0.0.1:8700", "http://[::1", "http://x:port"])
+def test_what_is_no_address_of_a_coordinator_is_refused(url: str) -> None:
+    with pytest.raises(LocalFault, match="E_CONFIG"):
+        CoordinatorClient(url, None)
+
+
 def test_nothing_leaves_without_a_key_or_for_another_run(clock: FakeClock) -> None:
     def never(_: httpx.Request) -> httpx.Response:
         raise AssertionError("sent")

@@ -82,7 +82,11 @@ def test_a_database_held_by_somebody_else_is_transient(tmp_path: Path, monkeypat
 
 def test_a_backup_is_a_whole_database(world: World) -> None:
     world.node().join()
-    copy = Database(sqlite_url(backup(world.directory / "coordinator.db")))
+    file = world.directory / "coordinator.db"
+    file.chmod(0o600)
+    made = backup(file)
+    assert made.stat().st_mode == file.stat().st_mode
+    copy = Database(sqlite_url(made))
     copy.check_schema()
     with copy.read() as session:
         assert counters.totals(session) == {}

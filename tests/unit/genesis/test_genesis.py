@@ -8,7 +8,6 @@ import torch
 
 from coordinator.presets import preset
 from learner import genesis, genesis_smollm2, genesis_tiny
-from learner.disk import E_WORK_DIR
 from learner.genesis import init_model
 from learner.places import read_model
 from protocol.errors import E_CONFIG, LocalFault
@@ -68,7 +67,7 @@ def test_asking_again_is_free_and_another_folder_is_never_overwritten(tmp_path: 
         (target / "notes.txt").write_text("keep me")
         with pytest.raises(LocalFault) as caught:
             init_model("tiny", target, seed)
-        assert caught.value.code == E_WORK_DIR
+        assert caught.value.code == E_CONFIG
         assert (target / "notes.txt").read_text() == "keep me"
 
 

@@ -66,6 +66,21 @@ def test_a_failure_is_explained_with_what_was_signed(world: World, node: FakeNod
     assert found.to_dict()["likely_causes"]
 
 
+def test_a_failure_is_shown_before_what_its_ban_voided(world: World, node: FakeNode, home: Home) -> None:
+    failed = keep(home, node.work(1)[0])
+    world.verifier.judge("fail", "E_REPLAY")
+    shown = [{"receipt_id": "0" * 32, "state": "void"}, {"receipt_id": failed.receipt_id, "state": "fail"}]
+    answer = node.client.node(node.key.id) | {"receipts": shown}
+    node.client.node = lambda _: answer  # type: ignore[method-assign]
+    assert explain(home, node.client, None).receipt_id == failed.receipt_id
+
+
+@pytest.mark.parametrize("what", ["zzz", "../v1/run", "", "A" * 32])
+def test_what_is_no_id_is_a_wrong_call(node: FakeNode, home: Home, what: str) -> None:
+    with pytest.raises(LocalFault, match="E_USAGE"):
+        explain(home, node.client, what)
+
+
 def test_work_that_passed_or_waits(world: World, node: FakeNode, home: Home) -> None:
     receipt = keep(home, node.work(1)[0])
     assert explain(home, node.client, receipt.receipt_id).state == "pending"

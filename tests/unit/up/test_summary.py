@@ -151,6 +151,21 @@ def test_choices_are_kept_and_other_ones_refused(tmp_path: Path) -> None:
         settle(folder, {"seed": 4}, DEFAULTS)
 
 
+def test_no_run_is_founded_in_a_folder_of_somebody_elses(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "run")
+    folder.claim()
+    folder.path.mkdir()
+    folder.lock.touch()
+    folder.claim()  # a start that was refused
+    (folder.path / "thesis.tex").touch()
+    with pytest.raises(LocalFault, match=r"E_CONFIG.*thesis\.tex"):
+        folder.claim()
+    settle(folder, {}, DEFAULTS)
+    folder.claim()
+    with pytest.raises(LocalFault, match="a file"):
+        Folder(tmp_path / "run" / "thesis.tex").claim()
+
+
 def test_damaged_choices_are_explained(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.choices.write_text('{"preset": "huge"}')
