@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator import counters, event_log, scrutiny
 from coordinator.epochs import Epochs
-from coordinator.models import Lease, LeaseState, Node, Receipt, ReceiptState, Unit, UnitState
+from coordinator.models import Checkpoint, Lease, LeaseState, Node, Receipt, ReceiptState, Unit, UnitState
 from coordinator.registry import Registry
 from coordinator.run import Run
 from protocol import audit_draw
@@ -72,7 +72,7 @@ class Submissions:
         message = ReceiptMessage(
             run_id=self._run.id, receipt_id=_receipt_id(lease.id, envelope.digest), node_id=node.id, lease_id=lease.id,
             commitment_sha256=envelope.digest, object_sha256=commitment.object_sha256, epoch=epoch.id,
-            epoch_key_sha256=epoch.key_sha256, received_at_ms=now_ms,
+            epoch_key_sha256=epoch.key_sha256, received_at_ms=_date(session, lease, now_ms),
         )
         receipt = message.sign(self._identity)
         rate_ppm = scrutiny.next_rate_ppm(self._run, node, now_ms)
@@ -136,6 +136,12 @@ def _check_lease_is_open(lease: Lease, unit: Unit, now_ms: int) -> None:
                 E_LEASE_EXPIRED, "the unit went to somebody else", expected=f"a submission by {lease.deadline_ms}",
                 got=now_ms,
             )
+
+
+def _date(session: Session, lease: Lease, now_ms: int) -> int:
+    """When work came in, by the clocks of lease and versions: ours may have been set back since, theirs be ahead."""
+    published = session.scalar(select(func.max(Checkpoint.published_ms)))
+    return max(now_ms, lease.issued_ms, published or 0)
 
 
 def _receipt_id(lease_id: str, commitment_sha256: str) -> str:

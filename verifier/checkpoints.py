@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from protocol.envelope import Envelope
 from protocol.errors import PeerFault
@@ -12,12 +12,16 @@ from protocol.weights.state_root import HashId, hash_named
 
 
 class CheckpointBook:
-    """Checked manifests by version, perhaps with gaps. ``verifier.states`` makes their weights."""
+    """Checked manifests by version, perhaps with gaps. ``verifier.states`` makes their weights.
 
-    def __init__(self, run: RunManifest, *, complete: bool = True):
+    Args:
+        published: whether a version that is not in the book may be out all the same. An evidence file holds a few only,
+            and the head that the book was filled up to may be an old one.
+    """
+
+    def __init__(self, run: RunManifest, *, published: Callable[[int], bool] = lambda _: False):
         self._run = run
-        #: Whether a version that is not in the book is known not to be published (an evidence file holds a few only).
-        self.complete = complete
+        self.published = published
         self._links: dict[int, Link] = {}
 
     @property

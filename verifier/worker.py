@@ -10,7 +10,7 @@ from typing import Final, Self
 from protocol.api import AuditJob, ReplicaRef
 from protocol.client import CoordinatorClient
 from protocol.clock import Clock, SystemClock
-from protocol.errors import E_WRONG_KEY, AssayError, LocalFault, PeerFault, Transient
+from protocol.errors import E_NOT_FOUND, E_WRONG_KEY, AssayError, LocalFault, PeerFault, Transient
 from protocol.identity import Identity
 from protocol.messages import AuditClaim, CheckpointHead, Lease, Receipt, RunManifest, Verdict
 from protocol.store import open_store
@@ -26,7 +26,7 @@ from verifier.findings import Judgement, Report
 from verifier.model_files import fetch_model_files
 from verifier.model_shelf import ModelShelf
 from verifier.session import Session
-from verifier.states import StateRing
+from verifier.states import E_VERSION_MISSING, StateRing
 from verifier.submission import Submission
 from verifier.tokens import Rewards
 
@@ -117,7 +117,10 @@ class Worker:
             before = book.newest
             book.add(self._client.checkpoints(before + 1, head.version))
             if book.newest == before:
-                return
+                raise LocalFault(
+                    E_VERSION_MISSING, "the coordinator shows a head and not its manifest", expected=head.version,
+                    got=before,
+                )
 
     def _submission(self, job: AuditJob) -> Submission:
         run = self._session.run
@@ -161,6 +164,21 @@ class Worker:
             self._clock.sleep(min(left, 0.25))
 
 
+def published_at(client: CoordinatorClient) -> Callable[[int], bool]:
+    """Asks a coordinator whether a version is out: the head that one was shown may be an old one."""
+
+    def published(version: int) -> bool:
+        try:
+            client.checkpoint(version)
+        except AssayError as error:
+            if error.code != E_NOT_FOUND:
+                raise LocalFault(E_VERSION_MISSING, f"whether version {version} is out", got=str(error)) from error
+            return False
+        return True
+
+    return published
+
+
 def start(config: VerifierConfig, client: CoordinatorClient, identity: Identity, clock: Clock) -> Worker:
     """Read and check the run manifest, fetch the model's small files, and put a worker together.
 
@@ -185,7 +203,7 @@ def start(config: VerifierConfig, client: CoordinatorClient, identity: Identity,
     fetch = client.fetch if config.store is None else open_store(config.store).get
     model_dir = fetch_model_files(run.model, config.work / "model", fetch)
     layout = Layout.from_bytes(fetch(run.model.layout_sha256))
-    book = CheckpointBook(run)
+    book = CheckpointBook(run, published=published_at(client))
     pool = _pool(config, clock)
     states = StateRing(layout, book, pool.fetch, kept_undos=config.kept_undos)
     shelf = ModelShelf(model_dir, layout, states, device=device, threads=config.threads)

@@ -8,6 +8,7 @@ from node.leaser import Leaser
 from node.uploader import Sealer, Uploader
 from protocol.errors import LocalFault, Transient, code
 from protocol.weights.layout import State
+from tests.adversary import world as world_module
 from tests.adversary.honest_zoo import ALL_DRAWN
 from tests.adversary.pipeline import NodeAtWork, Pipeline
 from tests.adversary.world import EOS, World, to_bits
@@ -114,6 +115,75 @@ def test_a_node_whose_clock_is_minutes_off(pipeline, minutes):
     node = pipeline.node(clock=clock)
     assert len(node.turn()) == 2
     assert passed(pipeline, node) == 2
+
+
+class Shifted:
+    """A clock that is off by so many minutes."""
+
+    def __init__(self, clock: FakeClock, minutes: float):
+        self._clock, self._ms = clock, int(60_000 * minutes)
+
+    def now_ms(self) -> int:
+        return self._clock.now_ms() + self._ms
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._clock, name)
+
+
+def rotate(pipeline: Pipeline, node: NodeAtWork) -> None:
+    """The node leases and begins, a version comes out, the node takes it up and hands in."""
+    node.worker(Leaser).work()
+    for _ in range(6):
+        node.daemon._turn()
+    pipeline.show(pipeline.shown + 1)
+    node.daemon._parts.weights.poll(pipeline.clock.now_ms())
+    for _ in range(node.generate()):
+        node.worker(Sealer).work()
+        node.worker(Uploader).work()
+
+
+@pytest.mark.parametrize("when", ["before the lease", "before the upload"])
+def test_a_coordinator_whose_clock_is_set_back(pipeline, when):
+    pipeline.clock.advance(1)
+    node = pipeline.node()
+    if when == "before the lease":
+        pipeline.coordinator.clock = Shifted(pipeline.clock, -10)
+        rotate(pipeline, node)
+    else:
+        work = node.worker(Uploader).work
+
+        def later() -> float:
+            pipeline.coordinator.clock = Shifted(pipeline.clock, -10)
+            return work()
+
+        node.worker(Uploader).work = later
+        rotate(pipeline, node)
+    assert passed(pipeline, node) == 2
+
+
+def test_a_learner_whose_clock_is_ahead(tmp_path, monkeypatch):
+    world = World(tmp_path, versions=2, batch={"groups_per_batch": 100}, audit=ALL_DRAWN)
+    pipeline = Pipeline(world)
+    node = pipeline.node()
+    publish = world_module.publish
+    monkeypatch.setattr(
+        world_module, "publish", lambda *args, clock, **words: publish(*args, clock=Shifted(clock, 4.9), **words)
+    )
+    rotate(pipeline, node)
+    assert passed(pipeline, node) == 2
+    pipeline.close()
+
+
+def test_a_verifier_that_is_shown_an_old_head_blames_nobody(pipeline):
+    node, old = pipeline.node(), pipeline.verifier._client.head()
+    pipeline.verifier._client.head = lambda: old
+    rotate(pipeline, node)
+    pipeline.verify()
+    verdicts = [pipeline.verdicts(one.receipt_id)[-1] for one in pipeline.receipts_of(node)]
+    assert [(verdict.outcome, verdict.code) for verdict in verdicts] == [
+        ("pass", None), ("inconclusive", "E_VERSION_MISSING"),
+    ]
+    assert (node.row["state"], node.row["rejected"]) == ("active", 0)
 
 
 def test_a_verifier_with_a_slow_disk_loses_its_claim_and_hurts_nobody(pipeline):
