@@ -22,6 +22,7 @@ from verifier.material import Material
 from verifier.model_files import fetch_model_files
 from verifier.model_shelf import ModelShelf
 from verifier.session import Recomputer, Session
+from verifier.structure import open_commitment
 from verifier.submission import Opened, Submission
 from verifier.tokens import Rewards
 
@@ -86,17 +87,18 @@ def audit(evidence: Evidence, run: RunManifest, material: Material) -> Audit:
     """Run every check that the material allows. Without a checkpoint, T2 and what needs the model's files are left out.
 
     Raises:
-        PeerFault: the lease or a checkpoint manifest is not signed by its role, or the bundle is not the one that the
-            commitment names (``E_OBJECT_HASH``): this is no evidence at all.
+        PeerFault: the lease, the commitment or a checkpoint manifest is not signed by whom it must be, the commitment
+            is for another lease, or the bundle is not the one that it names (``E_OBJECT_HASH``): no evidence at all.
     """
     lease = Lease.open(evidence.lease, run.roles.coordinator, run_id=run.run_id)
-    _check_bundle(evidence)
     book = CheckpointBook(run, published=lambda _: True)
     book.add(evidence.checkpoints)
     recomputed = bool(material.models or material.stores)
     submission = Submission(
         evidence.lease, evidence.commitment, evidence.receipt, evidence.node_public_key, evidence.bundle, recomputed
     )
+    commitment = open_commitment(run, submission, lease)
+    _check_bundle(evidence, commitment)
     with tempfile.TemporaryDirectory(prefix="assay-audit-") as folder:
         model_dir = Path(folder)
         shelf = _Shelf(run, book, material, model_dir)
@@ -110,9 +112,9 @@ def audit(evidence: Evidence, run: RunManifest, material: Material) -> Audit:
     log = Report()
     check_log(evidence, run, signed, log)
     return Audit(
-        log.before(judgement), run, evidence.root_public_key.hex(), key_id(evidence.node_public_key), lease, verdicts,
+        log.before(judgement), run, evidence.root_public_key.hex(), lease.node_id, lease, verdicts,
         ignored, evidence.log is not None and log.clean, recomputed,
-        _claimed_profile(evidence), evidence.bundle, residuals,
+        commitment.profile, evidence.bundle, residuals,
     )
 
 
@@ -158,23 +160,13 @@ class _Recording:
         return found
 
 
-def _claimed_profile(evidence: Evidence) -> str | None:
-    try:
-        return Commitment.from_payload(evidence.commitment.payload).profile
-    except PeerFault:
-        return None
-
-
-def _check_bundle(evidence: Evidence) -> None:
+def _check_bundle(evidence: Evidence, commitment: Commitment) -> None:
     """Whoever made the file put another bundle in than the node committed to: nobody can be judged by it."""
-    try:
-        committed = Commitment.from_payload(evidence.commitment.payload).object_sha256
-    except PeerFault:
-        return  # what the node signed is no commitment: T0.1 says so
     got = hashlib.sha256(evidence.bundle).hexdigest()
-    if got != committed:
+    if got != commitment.object_sha256:
         raise PeerFault(
-            E_OBJECT_HASH, "the bundle in the file is not the one that was committed to", expected=committed, got=got,
+            E_OBJECT_HASH, "the bundle in the file is not the one that was committed to",
+            expected=commitment.object_sha256, got=got,
             hint="it was swapped or damaged after the commitment; get the file again from another source",
         )
 

@@ -1,8 +1,8 @@
 """T0: everything that can be checked without randomness and without a model.
 
 The steps are numbered as in ``docs/spec/verification.md``. Steps A.1 to A.4 look at what the run's own roles signed or
-carried: a failure there is never the node's and makes the audit inconclusive. Steps T0.1 to T0.9 look at what the
-node signed.
+carried: a failure there is never the node's and makes the audit inconclusive. Nor is one of T0.1: what the node did not
+sign for this lease says nothing about it. Steps T0.2 to T0.9 look at what it signed.
 """
 
 from __future__ import annotations
@@ -59,12 +59,13 @@ def open_submission(run: RunManifest, submission: Submission, book: CheckpointBo
     commitment = None
     if report.clean:
         commitment = report.attempt(
-            "T0.1 commitment signature", f"node {lease.node_id[:16]}", lambda: _open_commitment(run, submission, lease),
-            node=True, got=lambda commitment: f"node {commitment.node_id[:16]}",
+            "T0.1 commitment", f"node {lease.node_id[:16]}, for this lease",
+            lambda: open_commitment(run, submission, lease), node=False,
+            got=lambda commitment: f"node {commitment.node_id[:16]}",
         )
     if commitment is None:
         return None
-    bundle = _open_bundle(run, submission, lease, commitment, report)
+    bundle = _open_bundle(run, submission, commitment, report)
     return None if bundle is None else Opened(run, submission, lease, receipt, commitment, bundle)
 
 
@@ -80,11 +81,11 @@ def check_structure(opened: Opened, book: CheckpointBook, report: Report) -> Non
 
 
 def _open_bundle(
-    run: RunManifest, submission: Submission, lease: Lease, commitment: Commitment, report: Report
+    run: RunManifest, submission: Submission, commitment: Commitment, report: Report
 ) -> Bundle | None:
     report.attempt(
-        "T0.2 commitment is for the lease", lease.lease_id,
-        lambda: _check_commitment(run, commitment, lease, submission), node=True, got=lambda _: commitment.lease_id,
+        "T0.2 profile", "one that the run takes", lambda: _check_profile(run, commitment), node=True,
+        got=lambda _: commitment.profile,
     )
     report.attempt(
         "A.4 object hash", commitment.object_sha256[:16], lambda: _check_object(commitment, submission.bundle),
@@ -150,18 +151,25 @@ def _check_object(commitment: Commitment, bundle: bytes) -> None:
 # -- what the node signed ------------------------------------------------------------------------------------
 
 
-def _open_commitment(run: RunManifest, submission: Submission, lease: Lease) -> Commitment:
+def open_commitment(run: RunManifest, submission: Submission, lease: Lease) -> Commitment:
+    """What the lease's node signed for it.
+
+    Raises:
+        PeerFault: the commitment is not signed by that node (``E_WRONG_KEY``, codes of ``Message.open``) or for another
+            lease (``E_OTHER_LEASE``). Whoever put the two together did that, or changed one: nothing against the node.
+    """
     key = submission.node_public_key
     if key_id(key) != lease.node_id:
         raise PeerFault(E_WRONG_KEY, "the key is not that of the lease's node", expected=lease.node_id, got=key_id(key))
-    return Commitment.open(submission.commitment, key, run_id=run.run_id)
-
-
-def _check_commitment(run: RunManifest, commitment: Commitment, lease: Lease, submission: Submission) -> None:
+    commitment = Commitment.open(submission.commitment, key, run_id=run.run_id)
     named = (commitment.node_id, commitment.lease_id, commitment.lease_sha256)
     ours = (lease.node_id, lease.lease_id, submission.lease.digest)
     if named != ours:
         raise PeerFault(E_OTHER_LEASE, "the commitment is for another lease", expected=ours, got=named)
+    return commitment
+
+
+def _check_profile(run: RunManifest, commitment: Commitment) -> None:
     known = [profile.name for profile in run.profiles]
     if commitment.profile not in known and not run.audit.unknown_profiles:
         raise PeerFault(

@@ -42,18 +42,19 @@ class Attack:
     cheat: Cheat
     door: str | None = None  #: code under which the coordinator refuses it before any verifier looks
     later: int = 0  #: versions that must come out between leasing and handing in
+    blames: bool = True  #: False: the node did not sign it, so that a verifier blames nobody; the door refuses it
 
 
 ATTACKS: list[Attack] = []  #: filled by ``tests.adversary.attacks``
 
 
 def attack(
-    row: int, name: str, tier: str, *codes: str, door: str | None = None, later: int = 0
+    row: int, name: str, tier: str, *codes: str, door: str | None = None, later: int = 0, blames: bool = True
 ) -> Callable[[Cheat], Cheat]:
     """Register a cheat of a row."""
 
     def register(cheat: Cheat) -> Cheat:
-        ATTACKS.append(Attack(row, name, tier, codes, cheat, door, later))
+        ATTACKS.append(Attack(row, name, tier, codes, cheat, door, later, blames))
         return cheat
 
     return register

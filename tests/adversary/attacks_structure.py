@@ -73,23 +73,23 @@ def split_view(world: World, lease: Lease) -> Submission:
     return world.submission(lease, honest, bundle_root=root)
 
 
-@attack(24, "signed by another key", "T0", "E_WRONG_KEY")
+@attack(24, "signed by another key", "T0", "E_WRONG_KEY", blames=False)
 def wrong_key(world: World, lease: Lease) -> Submission:
     return world.submission(lease, world.honest(lease), signer=identity("somebody"))
 
 
-@attack(24, "signature by another key under the node's name", "T0", "E_SIGNATURE")
+@attack(24, "signature by another key under the node's name", "T0", "E_SIGNATURE", blames=False)
 def forged_signature(world: World, lease: Lease) -> Submission:
     made = world.submission(lease, world.honest(lease), signer=identity("somebody"))
     return replace(made, node_public_key=identity("node").public_key)
 
 
-@attack(24, "commitment of another run", "T0", "E_WRONG_RUN", door="E_WRONG_RUN")
+@attack(24, "commitment of another run", "T0", "E_WRONG_RUN", door="E_WRONG_RUN", blames=False)
 def wrong_run(world: World, lease: Lease) -> Submission:
     return world.submission(lease, world.honest(lease), run_id="cd" * 16)
 
 
-@attack(21, "commitment for another lease", "T0", "E_OTHER_LEASE", door="E_COMMITMENT_MISMATCH")
+@attack(21, "commitment for another lease", "T0", "E_OTHER_LEASE", door="E_COMMITMENT_MISMATCH", blames=False)
 def other_lease(world: World, lease: Lease) -> Submission:
     return world.submission(lease, world.honest(lease), lease_sha256="ef" * 32)
 

@@ -16,7 +16,7 @@ def world(tmp_path_factory):
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_attack_is_refused_under_its_name(world, attack):
     judgement = world.judge(attack.cheat(world, world.lease(group=3)))
-    assert judgement.outcome == "fail"
+    assert judgement.outcome == ("fail" if attack.blames else "inconclusive")
     assert judgement.code in attack.codes
     failed = next(finding for finding in judgement.findings if not finding.ok)
     assert failed.check.startswith("T2" if attack.tier == "T3" else attack.tier)

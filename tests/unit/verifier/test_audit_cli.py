@@ -334,6 +334,35 @@ def test_entries_that_are_not_under_the_head(world, write, honest):
     assert (status, found["code"]) == (4, "E_LOG_INCLUSION")
 
 
+def _with_bit(world, honest):
+    envelope = honest.commitment
+    [(name, signature)] = envelope.signatures.items()
+    return {"commitment": replace(envelope, signatures={name: bytes([signature[0] ^ 1]) + signature[1:]})}
+
+
+def _for_another_lease(world, honest):
+    lease = world.lease(group=9)
+    return {"lease": lease.sign(COORDINATOR), "receipt": None}
+
+
+FRAMES = {
+    "a bit of the signature": (_with_bit, "E_SIGNATURE"),
+    "another payload type": (lambda _, honest: {"commitment": replace(honest.commitment, payload_type="x/y")},
+                             "E_PAYLOAD_TYPE"),
+    "another node's key": (lambda _, honest: {"node_public_key": identity("bob").public_key}, "E_WRONG_KEY"),
+    "another lease of the node, no receipt": (_for_another_lease, "E_OTHER_LEASE"),
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_a_file_that_a_stranger_edited_says_nothing_against_the_node(world, tmp_path, honest, name):
+    change, code = FRAMES[name]
+    path = tmp_path / "framed.evidence"
+    path.write_bytes(encode(replace(world.evidence(honest), **change(world, honest))))
+    status, found = _json(str(path), "--checkpoint", str(world.store.path))
+    assert (status, found["outcome"], found["code"]) == (3, "malformed", code)
+
+
 def test_a_swapped_bundle_is_no_evidence(world, tmp_path, honest):
     other = BY_NAME["one token edited"](world, world.lease())
     path = tmp_path / "swapped.evidence"
