@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ E_TOKENIZER = code("E_TOKENIZER", "a model's tokenizer files are missing, malfor
 
 #: One turn of a conversation: keys ``role`` and ``content``.
 ChatTurn = Mapping[str, str]
-#: Characters that stand for the names of special tokens while a template is rendered (Unicode's private use area).
+#: Characters that stand for the contents of turns while a template is rendered (Unicode's private use area).
 _PRIVATE: Final = range(0xE000, 0xF900)
 
 
@@ -76,8 +76,15 @@ class Tokenizer:
         return found
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``."""
-        return self.model.encode(text, add_special_tokens=False).ids
+        """Token ids of ``text``.
+
+        Raises:
+            LocalFault: ``E_TOKENIZER`` for what is no Unicode text (half of a surrogate pair).
+        """
+        try:
+            return list(self.model.encode(text, add_special_tokens=False).ids)
+        except TypeError:  # the library's word for it
+            raise LocalFault(E_TOKENIZER, "not a text that can be encoded", got=repr(text)[:200]) from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens are left out."""
@@ -86,32 +93,24 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[ChatTurn]) -> list[int]:
         """Token ids of a conversation up to the point where the assistant answers.
 
-        Only the template makes special tokens. What is spelt like one in a turn's content, a question that holds
-        ``<|im_end|>`` for example, is encoded as the characters it is made of: no content ends its turn or opens one.
+        Only the template makes the tokens that turns are made of: what is spelt like one in a turn's content, a
+        question that holds ``<|im_end|>`` for example, is encoded as text. Where the usual way would make such tokens
+        of contents, each content is encoded for itself, by a tokenizer that does not look for them, and at last by
+        characters.
 
         Raises:
-            LocalFault: ``E_TOKENIZER`` as for ``render_chat``.
+            LocalFault: ``E_TOKENIZER`` as for ``render_chat``, or when no way keeps turns and contents apart.
         """
-        if not any(self._spelt.search(turn["content"]) for turn in messages):
-            return self.encode(self.render_chat(messages))
-        text = "".join([self.chat_template or "", *(turn["content"] for turn in messages)])
-        free = [mark for mark in map(chr, _PRIVATE) if mark not in text]
-        names = sorted({name for turn in messages for name in self._spelt.findall(turn["content"])})
-        marks = dict(zip(names, free, strict=False))
-        if len(marks) < len(names):
-            raise LocalFault(E_TOKENIZER, "a conversation with every private character and special tokens in its text")
-        masked = self.render_chat([
-            {**turn, "content": self._spelt.sub(lambda found: marks[found.group()], turn["content"])}
-            for turn in messages
-        ])
-        spelt = {mark: name for name, mark in marks.items()}
-        ids = []
-        for piece in re.split(f"([{''.join(spelt)}])", masked):
-            if piece in spelt:
-                ids += self._literal.encode(spelt[piece], add_special_tokens=False).ids
-            else:
-                ids += self.encode(piece)
-        return ids
+        neutral = self.encode(self.render_chat([{**turn, "content": "a"} for turn in messages]))
+        control = self._control | (self._added & set(neutral))
+        for ways in (self._together, self._apart, self._by_characters):
+            ids = ways(messages)
+            if [i for i in ids if i in control] == [i for i in neutral if i in control]:
+                return ids
+        raise LocalFault(
+            E_TOKENIZER, "a conversation whose contents cannot be told from the template's own tokens",
+            got=repr(max((turn["content"] for turn in messages), key=len))[:200],
+        )
 
     def render_chat(self, messages: Sequence[ChatTurn]) -> str:
         """Text of a conversation in the model's chat template, with the opening of the assistant's turn.
@@ -130,12 +129,42 @@ class Tokenizer:
             kind = "malformed" if isinstance(error, TemplateSyntaxError) else "refuses the conversation"
             raise LocalFault(E_TOKENIZER, f"the chat template is {kind}", got=str(error)) from None
 
+    def _together(self, messages: Sequence[ChatTurn]) -> list[int]:
+        return self.encode(self.render_chat(messages))
+
+    def _apart(self, messages: Sequence[ChatTurn]) -> list[int]:
+        return self._pieces(messages, self._encode_literally)
+
+    def _by_characters(self, messages: Sequence[ChatTurn]) -> list[int]:
+        return self._pieces(messages, lambda text: [i for letter in text for i in self._encode_literally(letter)])
+
+    def _pieces(self, messages: Sequence[ChatTurn], encode: Callable[[str], list[int]]) -> list[int]:
+        """The template around one private character for each content, and the contents as ``encode`` has them."""
+        neutral = self.render_chat([{**turn, "content": "a"} for turn in messages])
+        marks = [mark for mark in map(chr, _PRIVATE) if mark not in neutral][: len(messages)]
+        if len(marks) < len(messages):
+            raise LocalFault(E_TOKENIZER, "a conversation of too many turns", expected=len(marks), got=len(messages))
+        contents = {mark: turn["content"] for mark, turn in zip(marks, messages, strict=True)}
+        text = self.render_chat([{**turn, "content": mark} for mark, turn in zip(marks, messages, strict=True)])
+        ids = []
+        for piece in re.split(f"([{''.join(marks)}])", text):
+            ids += encode(contents[piece]) if piece in contents else self.encode(piece)
+        return ids
+
+    def _encode_literally(self, text: str) -> list[int]:
+        return list(self._literal.encode(text, add_special_tokens=False).ids)
+
     @cached_property
-    def _spelt(self) -> re.Pattern[str]:
-        """Finds the names of special tokens in a text, the longest first; nothing where there are none."""
-        added = self.model.get_added_tokens_decoder().values()
-        names = sorted((re.escape(token.content) for token in added if token.special), key=len, reverse=True)
-        return re.compile("|".join(names) or r"(?!)")
+    def _added(self) -> frozenset[int]:
+        """Ids that were added to the vocabulary: special ones, but others too."""
+        return frozenset(self.model.get_added_tokens_decoder())
+
+    @cached_property
+    def _control(self) -> frozenset[int]:
+        """Ids of special tokens, and of those that the configuration names."""
+        added = self.model.get_added_tokens_decoder()
+        named = (self.model.token_to_id(text) for text in self.special_tokens.values())
+        return frozenset([i for i, token in added.items() if token.special] + [i for i in named if i is not None])
 
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:

@@ -98,6 +98,7 @@ def _parse_row(number: int, line: bytes) -> Row:
         row = json.loads(line)
         question, solution = row["question"], row["answer"]
         answer = last_number(solution.rsplit("####", 1)[1])
+        question.encode()  # half of a surrogate pair is no text
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise LocalFault(
             E_TASK_DATA,

@@ -72,6 +72,7 @@ def test_gsm8k_reads_questions_and_answers() -> None:
     [
         b"", b"{}", b"not json", b'{"question": "q", "answer": "no marker"}', b'{"question": "q", "answer": "#### x"}',
         b'{"question": 1, "answer": "#### 1"}', b'["question"]', b'{"question": "q", "answer": 3}', b"\xff\xfe",
+        b'{"question": "\\ud800", "answer": "#### 1"}',
     ],
 )  # fmt: skip
 def test_malformed_data_is_refused(data: bytes) -> None:
