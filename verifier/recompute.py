@@ -97,9 +97,10 @@ def _score(scoring: _Scoring, chunk: LogitsChunk) -> None:
     # Padding repeats the first entry, so that scattering it masks nothing but the head.
     outside_nV = logp_nV.scatter(1, torch.where(mask_nK, ids_nK, ids_nK[:, :1]), -torch.inf)
     tail_logq_n, tail_logp_n = torch.from_numpy(scoring.tail_logq[span]), outside_nV.logsumexp(1)
-    kl_n = _kl_terms(logq_nK, inside_nK).sum(1) + _kl_terms(tail_logq_n, tail_logp_n)
+    least = MAX_CODE / -rules.steps_per_nat  # what the last code says is "so or less", down to an impossible id
+    known_nK = inside_nK.clamp(min=least)
+    kl_n = _kl_terms(logq_nK, known_nK).sum(1) + _kl_terms(tail_logq_n, tail_logp_n.clamp(min=least))
     committed_nK = codes_nK / -rules.steps_per_nat
-    known_nK = inside_nK.clamp(min=MAX_CODE / -rules.steps_per_nat)
     entry_n = torch.where(mask_nK, (committed_nK - known_nK).abs(), 0.0).amax(1)
     least_n = torch.where(mask_nK, inside_nK, torch.inf).amin(1)
     columns = scoring.columns

@@ -210,3 +210,15 @@ def test_infinite_divergence_fails():
     fault = measure([_flat(kl_T=np.array([0, np.inf, 0, 0]))], PROFILE)[0].fault
     assert fault is not None
     assert fault.position == 1
+
+
+@pytest.mark.parametrize("dead", [-np.inf, -1e38])
+@pytest.mark.parametrize("fields", [{"head_floor": 6}, {"head_max_code": 65_534}, {}])
+def test_impossible_ids_in_an_honest_head_are_within_the_limits(dead: float, fields: dict[str, int]):
+    rules = _rules(steps_per_nat=256, **fields)
+    logits_TV = np.full((4, 40), dead, np.float32)
+    logits_TV[:, :3] = [2, 1, 0]
+    residuals = _residuals(_rollout(logits_TV, rules), logits_TV, rules)
+    profile = PROFILE.model_copy(update={"max_mean_kl_nano": 2_000})
+    assert np.isfinite(residuals.kl_T).all()
+    assert not [one.name for one in measure([residuals], profile) if one.fault]
