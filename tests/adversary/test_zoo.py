@@ -25,7 +25,7 @@ LIMITS = [fixture for fixture in FIXTURES if fixture.kind == "limit"]
 #: One per row.
 QUICK = list({fixture.row: fixture for fixture in reversed(CAUGHT) if fixture.name not in LONG}.values())
 #: Trials of each; of those that take minutes, because peers must be compared for long, fewer.
-TRIALS, FEW_TRIALS = 8, 3
+TRIALS, FEW_TRIALS = 5, 2
 COMPARED = frozenset({"choosing the swap point that earns most", "choosing the swap point that makes most tokens"})
 
 
