@@ -21,7 +21,7 @@ from protocol import statistics
 from protocol.api import E_SUSPICION, E_UNCALIBRATED, Ack, AuditJob, ClaimReply, ReplicaRef
 from protocol.envelope import Envelope
 from protocol.errors import E_NOT_FOUND, LocalFault, code
-from protocol.messages import AuditClaim, Verdict
+from protocol.messages import AuditClaim, Commitment, Verdict
 from protocol.messages import Lease as LeaseMessage
 
 #: When a verifier that found nothing asks again.
@@ -156,8 +156,9 @@ class Audits:
         """Add a verdict's scores to the suspicion of the node; at the alarm it is banned.
 
         A profile that the run does not list has no honest distribution to be compared with: its scores count nothing.
+        It is the one that the bundle was committed under; the node may have registered another since.
         """
-        if not verdict.scores or node.profile not in self._run.profile_names:
+        if not verdict.scores or _profile(receipt) not in self._run.profile_names:
             return
         before = node.suspicion_milli
         for rollout in verdict.scores:
@@ -233,3 +234,7 @@ class Audits:
 
 def _samples(lease: Lease) -> list[int]:
     return LeaseMessage.from_payload(Envelope.from_bytes(lease.envelope).payload).samples
+
+
+def _profile(receipt: Receipt) -> str:
+    return Commitment.from_payload(Envelope.from_bytes(receipt.commitment).payload).profile
