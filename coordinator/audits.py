@@ -137,7 +137,11 @@ class Audits:
             self._accept(session, receipt, verdict, node, now_ms)
         twin = self._replicas.twin(session, receipt) if verdict.diverges else None
         if twin is not None:
-            review(session, twin, "replica", now_ms)  # two nodes differ and this one is right
+            # Two nodes differ and this one is right where they first do. The other is recomputed whole. If that is done
+            # already, this one is: what follows the difference was compared with nothing.
+            review(session, twin, "replica", now_ms)
+            if twin.state == ReceiptState.PASS:
+                review(session, receipt, "replica", now_ms)
         self._weigh(session, receipt, verdict, node, now_ms)
 
     def _accept(self, session: Session, receipt: Receipt, verdict: Verdict, node: Node, now_ms: int) -> None:
