@@ -28,6 +28,8 @@ from protocol.messages import Lease as LeaseMessage
 RETRY_MS: Final = 250
 #: Code of a bundle that was claimed again and again without a verdict.
 ABANDONED: Final = code("E_AUDIT_ABANDONED", "a bundle was claimed again and again, but no verdict came")
+#: Ends without a verdict that may lie in the bundle: another node's may fare better.
+_OFFERED_ON: Final = (E_UNCALIBRATED, scrutiny.E_DISAGREE, ABANDONED)
 
 
 class Audits:
@@ -199,29 +201,18 @@ class Audits:
     def _inconclusive(self, session: Session, receipt: Receipt, found: str, now_ms: int) -> None:
         receipt.inconclusive += 1
         receipt.code = found
-        if found == E_UNCALIBRATED and not receipt.review:
-            self._decline(session, receipt, now_ms)
-            return
-        if receipt.inconclusive >= self._config.max_inconclusive:
+        if receipt.inconclusive >= self._config.max_inconclusive or (found == E_UNCALIBRATED and not receipt.review):
             self._set_aside(session, receipt, found, now_ms)
             return
         receipt.state = ReceiptState.PENDING
         receipt.available_ms = now_ms + self._config.requeue_ms * 2 ** (receipt.inconclusive - 1)
 
-    def _decline(self, session: Session, receipt: Receipt, now_ms: int) -> None:
-        """Work of an unknown profile that does not fit the run's limits: not used, not punished, offered to others."""
-        node = session.get_one(Node, receipt.node_id)
-        receipt.state, receipt.decided_ms = ReceiptState.ASIDE, now_ms
-        node.inconclusive += receipt.rollouts
-        node.drop_streak += 1  # it is given less work, so that it holds nobody up
-        counters.add(session, "rollouts_inconclusive", receipt.rollouts)
-        counters.add_reason(session, node.id, E_UNCALIBRATED)
-        event_log.append(session, now_ms, "set-aside", {"receipt_id": receipt.id, "code": E_UNCALIBRATED})
-        if not receipt.shadow:
-            self._groups.reopen(session, session.get_one(Unit, receipt.unit_id))
-
     def _set_aside(self, session: Session, receipt: Receipt, found: str, now_ms: int) -> None:
-        """Nobody's fault: the bundle's group is given up without blame. A bundle under review stays passed."""
+        """Not used and not punished. A bundle under review stays passed.
+
+        Where it may lie in what the node handed in, the unit is offered to others, so that no node has a veto over its
+        groups; where it does not, nobody else would fare better, and the group is given up.
+        """
         if receipt.review:
             receipt.state, receipt.decided_ms = ReceiptState.PASS, now_ms
             return
@@ -231,8 +222,16 @@ class Audits:
         counters.add(session, "rollouts_inconclusive", receipt.rollouts)
         counters.add_reason(session, node.id, found)
         event_log.append(session, now_ms, "set-aside", {"receipt_id": receipt.id, "code": found})
+        if found == E_UNCALIBRATED:
+            node.drop_streak += 1  # it is given less work, so that it holds nobody up
+        if found == scrutiny.E_DISAGREE:
+            scrutiny.note_disagreement(session, self._run.manifest.audit, node, now_ms)
+        if receipt.shadow:
+            return
         group = session.get_one(Group, unit.group_id)
-        if not receipt.shadow and group.state in LIVE:
+        if found in _OFFERED_ON:
+            self._groups.reopen(session, unit)
+        elif group.state in LIVE:
             self._groups.cancel(session, group, "inconclusive", now_ms)
 
 
