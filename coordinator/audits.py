@@ -53,13 +53,13 @@ class Audits:
         for row in session.scalars(held).all():
             if row.claim_nonce == claim.nonce and now_ms < row.available_ms:
                 return ClaimReply(job=self._job(session, row), retry_after_ms=0)
-            row.state, row.available_ms = ReceiptState.PENDING, now_ms
+            if now_ms < row.available_ms:
+                row.state, row.available_ms = ReceiptState.PENDING, now_ms
         session.flush()
         receipt = self._next(session, now_ms)
         if receipt is None:
             return ClaimReply(job=None, retry_after_ms=RETRY_MS)
         receipt.state, receipt.claimed_by, receipt.claim_nonce = ReceiptState.CLAIMED, verifier_id, claim.nonce
-        receipt.claims += 1
         receipt.available_ms = now_ms + self._config.claim_ms
         return ClaimReply(job=self._job(session, receipt), retry_after_ms=0)
 
@@ -106,7 +106,12 @@ class Audits:
         while True:
             query = select(Receipt).where(waiting).order_by(Receipt.available_ms, Receipt.received_ms, Receipt.id)
             receipt = session.scalars(query.limit(1)).first()
-            if receipt is None or receipt.claims < self._config.max_claims:
+            if receipt is None:
+                return None
+            if receipt.state == ReceiptState.CLAIMED:
+                # Only a claim that ran out counts: one given back at once costs the bundle no time.
+                receipt.state, receipt.claims = ReceiptState.PENDING, receipt.claims + 1
+            if receipt.claims < self._config.max_claims:
                 return receipt
             self._set_aside(session, receipt, ABANDONED, now_ms)
             session.flush()
@@ -118,7 +123,7 @@ class Audits:
             receipt=Envelope.from_bytes(receipt.envelope), commitment=Envelope.from_bytes(receipt.commitment),
             lease=Envelope.from_bytes(lease.envelope), drawn=receipt.drawn or receipt.review, node_profile=node.profile,
             node_public_key=node.public_key, replica=self._replica(session, receipt), confirm=doubtful,
-            attempt=receipt.claims, deadline_ms=receipt.available_ms,
+            attempt=1 + receipt.claims + receipt.inconclusive, deadline_ms=receipt.available_ms,
         )
 
     def _replica(self, session: Session, receipt: Receipt) -> ReplicaRef | None:

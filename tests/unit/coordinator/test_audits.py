@@ -58,6 +58,24 @@ def test_a_claim_that_lapses_goes_to_somebody_else_and_not_for_ever(make_world: 
     assert (row["inconclusive"], row["reasons"], row["state"]) == (2, {"E_AUDIT_ABANDONED": 1}, "active")
 
 
+def test_a_verifier_that_never_answers_voids_nobodys_work(make_world: MakeWorld) -> None:
+    world = make_world(config={"claim_ms": 1000, "max_claims": 2})
+    world.publish()
+    node = world.node().join()
+    node.work(3)
+    liar = FakeVerifier(world.keys["verifier2"], world.client(world.keys["verifier2"]), world.clock)
+    for _ in range(20):
+        job = liar.claim()  # gives back what it held, and takes the next
+        assert job is not None
+        assert job.attempt == 1
+        world.clock.advance(0.01)
+    world.clock.advance(2)
+    jobs = [world.verifier.judge() for _ in range(3)]
+    assert sorted(job.attempt for job in jobs if job is not None) == [1, 1, 2]  # one was held for too long
+    row = world.node_row(node)
+    assert (row["accepted"], row["inconclusive"], row["reasons"]) == (6, 0, {})
+
+
 def test_a_failure_bans_voids_and_offers_the_work_to_others(world: World) -> None:
     cheat = world.node("cheat").join()
     cheat.work(3)  # group 0 and half of group 1
@@ -198,6 +216,8 @@ def test_verdicts_are_idempotent_and_a_later_contradiction_changes_nothing(world
         ("pass", None, {"tiers": ["T0", "T1"]}),  # it was drawn: T2 is due
         ("pass", None, {"samples": [0, 2]}),
         ("pass", None, {"rewards_micro": [1]}),
+        ("pass", None, {"rewards_micro": [0, 1_000_001]}),
+        ("pass", None, {"rewards_micro": [-1, 0]}),
         ("pass", None, {"tokens": 11}),
         ("pass", None, {"lease_id": "00" * 16}),
         ("fail", None, {}),
