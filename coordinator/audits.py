@@ -21,13 +21,15 @@ from protocol import statistics
 from protocol.api import E_SUSPICION, E_UNCALIBRATED, Ack, AuditJob, ClaimReply, ReplicaRef
 from protocol.envelope import Envelope
 from protocol.errors import E_NOT_FOUND, LocalFault, code
-from protocol.messages import AuditClaim, Verdict
+from protocol.messages import AuditClaim, Commitment, Verdict
 from protocol.messages import Lease as LeaseMessage
 
 #: When a verifier that found nothing asks again.
 RETRY_MS: Final = 250
 #: Code of a bundle that was claimed again and again without a verdict.
 ABANDONED: Final = code("E_AUDIT_ABANDONED", "a bundle was claimed again and again, but no verdict came")
+#: Ends without a verdict that may lie in the bundle: another node's may fare better.
+_OFFERED_ON: Final = (E_UNCALIBRATED, scrutiny.E_DISAGREE, ABANDONED)
 
 
 class Audits:
@@ -51,13 +53,13 @@ class Audits:
         for row in session.scalars(held).all():
             if row.claim_nonce == claim.nonce and now_ms < row.available_ms:
                 return ClaimReply(job=self._job(session, row), retry_after_ms=0)
-            row.state, row.available_ms = ReceiptState.PENDING, now_ms
+            if now_ms < row.available_ms:
+                row.state, row.available_ms = ReceiptState.PENDING, now_ms
         session.flush()
         receipt = self._next(session, now_ms)
         if receipt is None:
             return ClaimReply(job=None, retry_after_ms=RETRY_MS)
         receipt.state, receipt.claimed_by, receipt.claim_nonce = ReceiptState.CLAIMED, verifier_id, claim.nonce
-        receipt.claims += 1
         receipt.available_ms = now_ms + self._config.claim_ms
         return ClaimReply(job=self._job(session, receipt), retry_after_ms=0)
 
@@ -104,7 +106,12 @@ class Audits:
         while True:
             query = select(Receipt).where(waiting).order_by(Receipt.available_ms, Receipt.received_ms, Receipt.id)
             receipt = session.scalars(query.limit(1)).first()
-            if receipt is None or receipt.claims < self._config.max_claims:
+            if receipt is None:
+                return None
+            if receipt.state == ReceiptState.CLAIMED:
+                # Only a claim that ran out counts: one given back at once costs the bundle no time.
+                receipt.state, receipt.claims = ReceiptState.PENDING, receipt.claims + 1
+            if receipt.claims < self._config.max_claims:
                 return receipt
             self._set_aside(session, receipt, ABANDONED, now_ms)
             session.flush()
@@ -116,7 +123,7 @@ class Audits:
             receipt=Envelope.from_bytes(receipt.envelope), commitment=Envelope.from_bytes(receipt.commitment),
             lease=Envelope.from_bytes(lease.envelope), drawn=receipt.drawn or receipt.review, node_profile=node.profile,
             node_public_key=node.public_key, replica=self._replica(session, receipt), confirm=doubtful,
-            attempt=receipt.claims, deadline_ms=receipt.available_ms,
+            attempt=1 + receipt.claims + receipt.inconclusive, deadline_ms=receipt.available_ms,
         )
 
     def _replica(self, session: Session, receipt: Receipt) -> ReplicaRef | None:
@@ -137,7 +144,11 @@ class Audits:
             self._accept(session, receipt, verdict, node, now_ms)
         twin = self._replicas.twin(session, receipt) if verdict.diverges else None
         if twin is not None:
-            review(session, twin, "replica", now_ms)  # two nodes differ and this one is right
+            # Two nodes differ and this one is right where they first do. The other is recomputed whole. If that is done
+            # already, this one is: what follows the difference was compared with nothing.
+            review(session, twin, "replica", now_ms)
+            if twin.state == ReceiptState.PASS:
+                review(session, receipt, "replica", now_ms)
         self._weigh(session, receipt, verdict, node, now_ms)
 
     def _accept(self, session: Session, receipt: Receipt, verdict: Verdict, node: Node, now_ms: int) -> None:
@@ -156,8 +167,9 @@ class Audits:
         """Add a verdict's scores to the suspicion of the node; at the alarm it is banned.
 
         A profile that the run does not list has no honest distribution to be compared with: its scores count nothing.
+        It is the one that the bundle was committed under; the node may have registered another since.
         """
-        if not verdict.scores or node.profile not in self._run.profile_names:
+        if not verdict.scores or _profile(receipt) not in self._run.profile_names:
             return
         before = node.suspicion_milli
         for rollout in verdict.scores:
@@ -194,29 +206,18 @@ class Audits:
     def _inconclusive(self, session: Session, receipt: Receipt, found: str, now_ms: int) -> None:
         receipt.inconclusive += 1
         receipt.code = found
-        if found == E_UNCALIBRATED and not receipt.review:
-            self._decline(session, receipt, now_ms)
-            return
-        if receipt.inconclusive >= self._config.max_inconclusive:
+        if receipt.inconclusive >= self._config.max_inconclusive or (found == E_UNCALIBRATED and not receipt.review):
             self._set_aside(session, receipt, found, now_ms)
             return
         receipt.state = ReceiptState.PENDING
         receipt.available_ms = now_ms + self._config.requeue_ms * 2 ** (receipt.inconclusive - 1)
 
-    def _decline(self, session: Session, receipt: Receipt, now_ms: int) -> None:
-        """Work of an unknown profile that does not fit the run's limits: not used, not punished, offered to others."""
-        node = session.get_one(Node, receipt.node_id)
-        receipt.state, receipt.decided_ms = ReceiptState.ASIDE, now_ms
-        node.inconclusive += receipt.rollouts
-        node.drop_streak += 1  # it is given less work, so that it holds nobody up
-        counters.add(session, "rollouts_inconclusive", receipt.rollouts)
-        counters.add_reason(session, node.id, E_UNCALIBRATED)
-        event_log.append(session, now_ms, "set-aside", {"receipt_id": receipt.id, "code": E_UNCALIBRATED})
-        if not receipt.shadow:
-            self._groups.reopen(session, session.get_one(Unit, receipt.unit_id))
-
     def _set_aside(self, session: Session, receipt: Receipt, found: str, now_ms: int) -> None:
-        """Nobody's fault: the bundle's group is given up without blame. A bundle under review stays passed."""
+        """Not used and not punished. A bundle under review stays passed.
+
+        Where it may lie in what the node handed in, the unit is offered to others, so that no node has a veto over its
+        groups; where it does not, nobody else would fare better, and the group is given up.
+        """
         if receipt.review:
             receipt.state, receipt.decided_ms = ReceiptState.PASS, now_ms
             return
@@ -226,10 +227,22 @@ class Audits:
         counters.add(session, "rollouts_inconclusive", receipt.rollouts)
         counters.add_reason(session, node.id, found)
         event_log.append(session, now_ms, "set-aside", {"receipt_id": receipt.id, "code": found})
+        if found == E_UNCALIBRATED:
+            node.drop_streak += 1  # it is given less work, so that it holds nobody up
+        if found == scrutiny.E_DISAGREE:
+            scrutiny.note_disagreement(session, self._run.manifest.audit, node, now_ms)
+        if receipt.shadow:
+            return
         group = session.get_one(Group, unit.group_id)
-        if not receipt.shadow and group.state in LIVE:
+        if found in _OFFERED_ON:
+            self._groups.reopen(session, unit)
+        elif group.state in LIVE:
             self._groups.cancel(session, group, "inconclusive", now_ms)
 
 
 def _samples(lease: Lease) -> list[int]:
     return LeaseMessage.from_payload(Envelope.from_bytes(lease.envelope).payload).samples
+
+
+def _profile(receipt: Receipt) -> str:
+    return Commitment.from_payload(Envelope.from_bytes(receipt.commitment).payload).profile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -11,10 +12,14 @@ from coordinator import event_log
 from coordinator.groups import Groups, head_version
 from coordinator.models import Checkpoint, Meta
 from coordinator.run import Run
-from protocol.api import E_CHECKPOINT_CHAIN, E_OBJECT_MISSING, Ack
+from protocol.api import E_CHECKPOINT_CHAIN, E_CLOCK_SKEW, E_OBJECT_MISSING, Ack
 from protocol.envelope import Envelope
 from protocol.errors import E_EXPIRED, E_NOT_FOUND, LocalFault, PeerFault
 from protocol.messages import CheckpointHead, CheckpointManifest, ChunkRef
+
+#: How far ahead of our clock a version may be dated: what T0.9 allows between it and the receipt of who used it. So no
+#: rollout can be dated before its version because the learner's clock is ahead.
+AHEAD_MS: Final = 300_000
 
 
 class Checkpoints:
@@ -30,8 +35,8 @@ class Checkpoints:
             missing: hash of a chunk that is not in the store, if there is one.
 
         Raises:
-            PeerFault: ``E_WRONG_KEY``, ``E_CHECKPOINT_CHAIN``, ``E_OBJECT_MISSING``, and what is wrong with the
-                envelope.
+            PeerFault: ``E_WRONG_KEY``, ``E_CHECKPOINT_CHAIN``, ``E_CLOCK_SKEW``, ``E_OBJECT_MISSING``, and what is
+                wrong with the envelope.
         """
         manifest = self._run.from_learner(envelope, CheckpointManifest)
         known = session.get(Checkpoint, manifest.version)
@@ -39,6 +44,12 @@ class Checkpoints:
             _require_equal("manifest of this version", known.sha256, envelope.digest)
             return Ack(duplicate=True)
         self._check_follows(session, manifest)
+        if manifest.published_at_ms > now_ms + AHEAD_MS:
+            raise PeerFault(
+                E_CLOCK_SKEW, "the checkpoint is dated too far ahead of the coordinator's clock",
+                expected=f"at most {now_ms + AHEAD_MS}", got=manifest.published_at_ms,
+                hint="set the clocks of learner and coordinator (for example with NTP), then start the learner again",
+            )
         if missing is not None:
             raise PeerFault(E_OBJECT_MISSING, "a chunk of the checkpoint is not in the store", got=missing)
         session.add(

@@ -5,13 +5,25 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
-from sqlalchemy import and_, func, or_, select
+from sqlalchemy import Select, and_, func, or_, select
 from sqlalchemy.orm import Session
 
-from coordinator import event_log
+from coordinator import event_log, scrutiny
 from coordinator.config import CoordinatorConfig
 from coordinator.groups import LIVE, Groups, head_version
-from coordinator.models import Drill, Group, GroupState, Lease, LeaseState, Node, NodeState, Unit, UnitState
+from coordinator.models import (
+    Drill,
+    Group,
+    GroupState,
+    Lease,
+    LeaseState,
+    Node,
+    NodeState,
+    Receipt,
+    ReceiptState,
+    Unit,
+    UnitState,
+)
 from coordinator.registry import Registry
 from coordinator.replicas import Replicas
 from coordinator.run import Run
@@ -113,8 +125,9 @@ class Leases:
         return session.scalar(held.where(Lease.node_id == node.id, Lease.state == LeaseState.ACTIVE)) or 0
 
     def _allowance(self, session: Session, node: Node) -> int:
-        """How many more leases a node may hold; it shrinks while the node keeps dropping them."""
-        most = max(1, self._config.max_active_leases >> min(node.drop_streak, 16))
+        """How many more leases a node may hold; it shrinks while the node drops them or is doubtful again and again."""
+        halvings = node.drop_streak + scrutiny.disagreements(session, node)
+        most = max(1, self._config.max_active_leases >> min(halvings, 16))
         return most - self._held(session, node)
 
     def _units(self, session: Session, node: Node, wanted: int, now_ms: int) -> list[Unit]:
@@ -122,21 +135,24 @@ class Leases:
 
         While it has peers, a node is compared with them in every group (``coordinator.steering``): units of groups in
         which it has a part come last, after a moment in which others may take them, or after twice the time of a lease
-        once it gave one of them back. So no node holds whole groups that it could do as it likes with.
+        once it gave one of them back. So no node holds whole groups that it could do as it likes with. A unit whose
+        bundle could not be judged is kept for others for as long.
         """
+        peers, patience = self._has_peers(session, node, now_ms), 2 * self._run.manifest.batch.lease_ms
         query = (
             select(Unit)
             .join(Group, Unit.group_id == Group.id)
             .where(Unit.state == UnitState.OPEN, Group.start_version <= node.version)
             .order_by(Unit.id)
         )
-        if not (self._config.share_groups and self._has_peers(session, node, now_ms)):
+        if peers:
+            query = query.where(Unit.id.not_in(_unjudged(node, since_ms=now_ms - patience)))
+        if not (self._config.share_groups and peers):
             units = list(session.scalars(query.limit(wanted)))
             return units + self._new_units(session, node, wanted - len(units), now_ms, shared=False)
         begun, given_back = self._begun(session, node)
         units = list(session.scalars(query.where(Unit.group_id.not_in(begun)).limit(wanted)))
         units += self._new_units(session, node, wanted - len(units), now_ms, shared=True)
-        patience = 2 * self._run.manifest.batch.lease_ms
         own = or_(
             and_(Unit.group_id.in_(begun - given_back), Group.created_ms <= now_ms - KEPT_FOR_OTHERS_MS),
             and_(Unit.group_id.in_(given_back), Group.created_ms <= now_ms - patience),
@@ -226,3 +242,9 @@ class Leases:
         if allowance <= 0:
             return "you hold as many leases as you may"
         return "all work of this version is handed out; waiting for the learner"
+
+
+def _unjudged(node: Node, *, since_ms: int) -> Select[int]:
+    """Units of which a node's bundle was set aside lately."""
+    aside = (Receipt.node_id == node.id, Receipt.state == ReceiptState.ASIDE, Receipt.decided_ms > since_ms)
+    return select(Receipt.unit_id).where(*aside)

@@ -252,7 +252,7 @@ class Receipt(Base):
     state: Mapped[str]
     code: Mapped[str | None]
     available_ms: Mapped[int]  #: not to be claimed before this
-    claims: Mapped[int] = mapped_column(default=0)
+    claims: Mapped[int] = mapped_column(default=0)  #: that ran out without a verdict
     claimed_by: Mapped[str | None]
     claim_nonce: Mapped[str | None]
     inconclusive: Mapped[int] = mapped_column(default=0)  #: verdicts of that kind so far

@@ -58,8 +58,9 @@ class Registry:
             invites.redeem(session, now_ms, hello.join_token)
             node = self._add(session, node_id, hello, now_ms)
         elif node.profile != hello.profile:
-            # A new profile is an unknown one: trust and evidence of the old one say nothing about it.
-            node.audited_passes = node.suspicion_milli = node.suspicion_rollouts = 0
+            # A new profile is an unknown one: trust in the old one says nothing about it. Suspicion stays, or whoever
+            # has gathered some would drop it under another name.
+            node.audited_passes = 0
             event_log.append(session, now_ms, "profile-changed", {"node_id": node_id, "profile": hello.profile})
         node.name, node.profile, node.protocol_version = hello.name, hello.profile, hello.protocol_version
         node.last_seen_ms = now_ms

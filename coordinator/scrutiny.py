@@ -8,7 +8,7 @@ from typing import Final
 from sqlalchemy.orm import Session
 
 from coordinator import counters, event_log
-from coordinator.models import Counter, Node, Receipt
+from coordinator.models import Counter, Node, NodeReason, Receipt
 from coordinator.run import Run
 from protocol import audit_draw
 from protocol.messages import AuditPolicy
@@ -21,6 +21,10 @@ LEVEL_MEMORY: Final = 256
 #: Counter of everybody's mean reward, 1e-6.
 LEVEL: Final = "reward_level_micro"
 _MICRO: Final = 1_000_000
+#: The verifier's code (``verifier.session``) for a bundle that its first configuration refuses and its second does not.
+E_DISAGREE: Final = "E_DISAGREE"
+#: Accepted rollouts of a node that make up for one such bundle; the first costs nothing.
+PER_DISAGREEMENT: Final = 1000
 
 
 def next_rate_ppm(run: Run, node: Node, now_ms: int) -> int:
@@ -62,3 +66,19 @@ def note_rewards(session: Session, policy: AuditPolicy, receipt: Receipt, node: 
     level.value += round((mean - level.value) / LEVEL_MEMORY)
     if abs(node.reward_micro) > REWARD_SIGMAS * _MICRO / 2 * math.sqrt(1 / (2 * NODE_MEMORY - 1)):
         force(session, node, policy.forced, "reward", now_ms)
+
+
+def disagreements(session: Session, node: Node) -> int:
+    """Bundles of a node that the verifier's configurations disagreed on, beyond the few that chance may explain.
+
+    Limits are far from what honest nodes measure, so an honest one hardly ever gets there once; whoever places a number
+    between the two configurations may do it at will.
+    """
+    row = session.get(NodeReason, (node.id, E_DISAGREE))
+    return 0 if row is None else max(0, row.count - 1 - node.accepted // PER_DISAGREEMENT)
+
+
+def note_disagreement(session: Session, policy: AuditPolicy, node: Node, now_ms: int) -> None:
+    """Force audits of a node whose bundles end so again and again; ``coordinator.leases`` gives it less work too."""
+    if disagreements(session, node):
+        force(session, node, policy.forced, "disagree", now_ms)

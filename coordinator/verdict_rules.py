@@ -6,6 +6,7 @@ from coordinator.models import Receipt
 from protocol.api import E_VERDICT
 from protocol.errors import E_WRONG_KEY, PeerFault
 from protocol.messages import Verdict
+from protocol.tasks.task import FULL_REWARD_MICRO
 
 
 def check_verdict(verdict: Verdict, verifier_id: str, receipt: Receipt, samples: list[int]) -> None:
@@ -42,6 +43,8 @@ def _check_pass(verdict: Verdict, receipt: Receipt, samples: list[int]) -> None:
         raise _contradiction("the lease's samples", samples, verdict.samples)
     if len(verdict.rewards_micro) != len(samples):
         raise _contradiction("one reward per sample", len(samples), len(verdict.rewards_micro))
+    if not all(0 <= reward <= FULL_REWARD_MICRO for reward in verdict.rewards_micro):
+        raise _contradiction("rewards of 0 to 1", f"0 to {FULL_REWARD_MICRO}", verdict.rewards_micro)
     weighed = [rollout.sample for rollout in verdict.scores]
     if weighed and (not recomputed or len(set(weighed)) != len(weighed) or not set(weighed) <= set(samples)):
         raise _contradiction("scores of recomputed samples, each once", samples, weighed)

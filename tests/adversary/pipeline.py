@@ -266,6 +266,7 @@ class Pipeline:
         """Let the verifier work until nothing waits; how many jobs it had."""
         jobs = 0
         while self.verifier.step():
+            self.clock.advance(0.001)  # a verdict of the same instant would be the same verdict
             jobs += 1
         return jobs
 

@@ -58,6 +58,24 @@ def test_a_claim_that_lapses_goes_to_somebody_else_and_not_for_ever(make_world: 
     assert (row["inconclusive"], row["reasons"], row["state"]) == (2, {"E_AUDIT_ABANDONED": 1}, "active")
 
 
+def test_a_verifier_that_never_answers_voids_nobodys_work(make_world: MakeWorld) -> None:
+    world = make_world(config={"claim_ms": 1000, "max_claims": 2})
+    world.publish()
+    node = world.node().join()
+    node.work(3)
+    liar = FakeVerifier(world.keys["verifier2"], world.client(world.keys["verifier2"]), world.clock)
+    for _ in range(20):
+        job = liar.claim()  # gives back what it held, and takes the next
+        assert job is not None
+        assert job.attempt == 1
+        world.clock.advance(0.01)
+    world.clock.advance(2)
+    jobs = [world.verifier.judge() for _ in range(3)]
+    assert sorted(job.attempt for job in jobs if job is not None) == [1, 1, 2]  # one was held for too long
+    row = world.node_row(node)
+    assert (row["accepted"], row["inconclusive"], row["reasons"]) == (6, 0, {})
+
+
 def test_a_failure_bans_voids_and_offers_the_work_to_others(world: World) -> None:
     cheat = world.node("cheat").join()
     cheat.work(3)  # group 0 and half of group 1
@@ -108,6 +126,65 @@ def test_inconclusive_is_tried_again_then_set_aside_and_never_punished(world: Wo
     assert status(world)["rollouts"]["inconclusive"] == 2
 
 
+def disagree(world: World) -> None:
+    """Have the verifier's two configurations disagree on the next bundle until it is set aside."""
+    job = world.verifier.judge("inconclusive", "E_DISAGREE")
+    assert job is not None
+    for _ in range(2):
+        world.clock.advance(5)
+        again = world.verifier.judge("inconclusive", "E_DISAGREE")
+        assert again is not None
+        assert again.receipt.digest == job.receipt.digest
+
+
+def test_a_disagreement_of_the_verifier_is_no_veto_and_a_single_one_costs_nothing(world: World) -> None:
+    node, other = world.node().join(), world.node("other").join()
+    node.work(1)
+    disagree(world)
+    row = world.node_row(node)
+    assert (row["state"], row["inconclusive"], row["reasons"]) == ("active", 2, {"E_DISAGREE": 1})
+    assert (row["forced_audits"], row["rejected"]) == (0, 0)
+    assert world.http.get("/v1/groups/0").json()["state"] == "open"
+    mine = [(lease.group, lease.samples) for lease, _ in node.leases(4)]
+    assert (0, [0, 1]) not in mine  # not to the node it was taken from
+    assert [(lease.group, lease.samples) for lease, _ in other.leases(1)] == [(0, [0, 1])]
+
+
+def test_alone_a_node_makes_the_unit_again(world: World) -> None:
+    node = world.node().join()
+    node.work(1)
+    disagree(world)
+    assert [(lease.group, lease.samples) for lease, _ in node.leases(1)] == [(0, [0, 1])]
+
+
+def test_disagreements_at_will_cost_the_discount_and_work(make_world: MakeWorld) -> None:
+    world = make_world(batch={"groups_per_batch": 40, "lease_ms": 600_000}, config={"max_active_leases": 8})
+    world.publish()
+    node, other = world.node().join(), world.node("other").join()
+    for count in range(1, 4):
+        node.work(1)
+        disagree(world)
+        other.work(1)
+        world.verifier.pass_all()
+        row = world.node_row(node)
+        assert (row["state"], row["forced_audits"] > 0) == ("active", count > 1)
+    assert len(node.leases(8)) == 2  # halved twice: the first one is free
+    assert len(other.leases(8)) == 8
+
+
+def test_a_bundle_that_no_verifier_finishes_is_no_veto_either(make_world: MakeWorld) -> None:
+    world = make_world(config={"claim_ms": 1000, "max_claims": 1})
+    world.publish()
+    node, other = world.node().join(), world.node("other").join()
+    node.work(1)
+    assert world.verifier.claim() is not None
+    world.clock.advance(2)
+    assert world.verifier.claim() is None
+    assert world.node_row(node)["reasons"] == {"E_AUDIT_ABANDONED": 1}
+    assert world.node_row(node)["forced_audits"] == 0
+    assert [(lease.group, lease.samples) for lease, _ in other.leases(1)] == [(0, [0, 1])]
+
+
 def test_a_pass_after_an_inconclusive_counts(world: World) -> None:
     node = world.node().join()
     node.work(1)
@@ -139,6 +216,8 @@ def test_verdicts_are_idempotent_and_a_later_contradiction_changes_nothing(world
         ("pass", None, {"tiers": ["T0", "T1"]}),  # it was drawn: T2 is due
         ("pass", None, {"samples": [0, 2]}),
         ("pass", None, {"rewards_micro": [1]}),
+        ("pass", None, {"rewards_micro": [0, 1_000_001]}),
+        ("pass", None, {"rewards_micro": [-1, 0]}),
         ("pass", None, {"tokens": 11}),
         ("pass", None, {"lease_id": "00" * 16}),
         ("fail", None, {}),

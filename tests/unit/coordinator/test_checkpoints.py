@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
+from coordinator.checkpoints import AHEAD_MS
 from protocol.errors import LocalFault, PeerFault
 from protocol.messages import CheckpointHead, UpdateReceipt
 from tests.fakes.coordinator import RUN_ID, World, sha
 from tests.unit.coordinator.conftest import MakeWorld
+from verifier.structure import CLOCK_SLACK_MS
 
 
 def test_versions_are_published_and_read_back(make_world: MakeWorld) -> None:
@@ -42,6 +44,20 @@ def test_a_checkpoint_that_does_not_follow_is_refused(world: World, change: dict
     with pytest.raises(PeerFault) as caught:
         world.learner.client.publish_checkpoint(manifest.sign(world.learner.key))
     assert caught.value.code == "E_CHECKPOINT_CHAIN"
+
+
+def test_a_checkpoint_dated_ahead_of_our_clock_is_refused(world: World) -> None:
+    """A node that used it would seem to have done so before it was published (T0.9)."""
+    assert AHEAD_MS == CLOCK_SLACK_MS
+    latest = world.clock.now_ms() + AHEAD_MS
+    early = world.learner.manifest(world.store, published_at_ms=latest + 1).sign(world.learner.key)
+    with pytest.raises(PeerFault) as caught:
+        world.learner.client.publish_checkpoint(early)
+    assert caught.value.code == "E_CLOCK_SKEW"
+    assert "clock" in (caught.value.hint or "")
+    world.clock.advance(1)
+    assert world.learner.client.publish_checkpoint(early).duplicate is False
+    assert world.learner.client.publish_checkpoint(early).duplicate is True
 
 
 def test_another_manifest_of_a_published_version_is_refused(world: World) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from coordinator import event_log
+from coordinator.models import Node
 from protocol.messages import Lease
 from tests.fakes.coordinator import FakeNode, World
 from tests.unit.coordinator.conftest import MakeWorld
@@ -74,3 +76,40 @@ def test_when_one_is_right_the_other_is_recomputed(make_world: MakeWorld) -> Non
     assert again.receipt.digest != job.receipt.digest
     world.verifier.client.verdict(world.verifier.verdict(again, "fail", "E_TOKEN_MARGIN"))
     assert sorted(row["state"] for row in (world.node_row(one), world.node_row(two))) == ["active", "banned"]
+
+
+def test_when_both_differ_and_pass_each_is_recomputed_once(make_world: MakeWorld) -> None:
+    world, one, two = twins(make_world)
+    receipts = make_both(world, one, two)
+    world.verifier.judge()
+    looked_at = []
+    for job in iter(world.verifier.claim, None):
+        looked_at.append((job.receipt.digest, job.drawn))
+        world.verifier.client.verdict(world.verifier.verdict(job, diverges=True))
+    first, second = (receipt.digest for receipt in receipts)
+    assert looked_at == [(second, False), (first, True), (second, True)]
+    assert world.node_row(one)["accepted"] == world.node_row(two)["accepted"] == 2  # nothing is counted twice
+
+
+def test_whoever_differs_from_a_recomputed_twin_is_recomputed(make_world: MakeWorld) -> None:
+    """A node that waits for its twin's public verdict may not make up what follows the first difference."""
+    world, one, two = twins(make_world)
+    [(lease, digest)] = one.leases(1)
+    with world.coordinator.database.write() as session:
+        session.get_one(Node, two.key.id).forced_audits = 4
+        event_log.append(session, world.clock.now_ms(), "audits-forced", {"node_id": two.key.id, "bundles": 4})
+    replica = next(pair for pair in two.leases(2) if unit_of(pair[0]) == unit_of(lease))
+    two.finish(*replica)
+    twin = world.verifier.judge()
+    assert twin is not None
+    assert twin.drawn
+    late = one.finish(lease, digest).receipt
+    job = world.verifier.claim()
+    assert job is not None
+    assert not job.drawn
+    world.verifier.client.verdict(world.verifier.verdict(job, diverges=True))
+    again = world.verifier.claim()
+    assert again is not None
+    assert (again.receipt.digest, again.drawn) == (late.digest, True)
+    world.verifier.client.verdict(world.verifier.verdict(again, "fail", "E_HEAD_KL"))
+    assert (world.node_row(one)["ban_code"], world.node_row(two)["state"]) == ("E_HEAD_KL", "active")

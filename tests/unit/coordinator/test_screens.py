@@ -129,10 +129,10 @@ def weigh(world: World, node: FakeNode, llr_milli: int, *, second_look: bool = F
     return job
 
 
-def audited(make_world: MakeWorld) -> tuple[World, FakeNode, int]:
+def audited(make_world: MakeWorld, **audit: Any) -> tuple[World, FakeNode, int]:
     """A node that is always audited, and the alarm: ln(100 / 0.1)."""
     world = make_world(
-        batch={"groups_per_batch": 20}, audit={"ramp": 1000, "life_rollouts": 100, "alpha_ppm": 100_000}
+        batch={"groups_per_batch": 20}, audit={"ramp": 1000, "life_rollouts": 100, "alpha_ppm": 100_000} | audit
     )
     world.publish()
     return world, world.node().join(), statistics.alarm_milli(world.coordinator.run.manifest.audit)
@@ -155,6 +155,35 @@ def test_suspicion_has_a_floor_and_needs_a_second_configuration_half_way(make_wo
     row = world.node_row(node)
     assert (row["state"], row["ban_code"]) == ("banned", E_SUSPICION)
     assert row["accepted"] == 16  # the bundle itself passed
+
+
+def test_another_profile_ends_trust_but_not_suspicion(make_world: MakeWorld) -> None:
+    world, node, _ = audited(make_world, unknown_profiles=True)
+    weigh(world, node, 1_000)
+    node.work(1)  # handed in under the first profile, judged under the second
+    node.client.register(node.hello(profile="brand-new"))
+    row = world.node_row(node)
+    assert (row["suspicion_milli"], row["suspicion_rollouts"], row["audited_passes"]) == (2_000, 2, 0)
+    job = world.verifier.claim()
+    assert job is not None
+    world.verifier.client.verdict(world.verifier.verdict(job, scores=scores(job, 500)))
+    row = world.node_row(node)
+    assert (row["suspicion_milli"], row["suspicion_rollouts"]) == (3_000, 4)
+    node.client.register(node.hello())
+    assert world.node_row(node)["suspicion_milli"] == 3_000
+
+
+def test_a_listed_profile_taken_up_later_makes_no_scores_of_earlier_work(make_world: MakeWorld) -> None:
+    world, node, _ = audited(make_world, unknown_profiles=True)
+    node.client.register(node.hello(profile="brand-new"))
+    [(lease, digest)] = node.leases(1)
+    node.upload(node.bundle(lease))
+    node.client.submit(node.commitment(lease, digest, profile="brand-new"))
+    node.client.register(node.hello())
+    job = world.verifier.claim()
+    assert job is not None
+    world.verifier.client.verdict(world.verifier.verdict(job, scores=scores(job, 1_000)))
+    assert world.node_row(node)["suspicion_rollouts"] == 0
 
 
 def test_scores_are_of_a_pass_with_a_recomputation(make_world: MakeWorld) -> None:
