@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -17,16 +16,12 @@ from protocol.envelope import Envelope
 from protocol.errors import E_EXPIRED, E_NOT_FOUND, LocalFault, PeerFault
 from protocol.messages import CheckpointHead, CheckpointManifest, ChunkRef
 
-#: How far ahead of our clock a version may be dated: what T0.9 allows between it and the receipt of who used it. So no
-#: rollout can be dated before its version because the learner's clock is ahead.
-AHEAD_MS: Final = 300_000
-
 
 class Checkpoints:
     """Takes the learner's manifests and heads."""
 
-    def __init__(self, run: Run, groups: Groups):
-        self._run, self._groups = run, groups
+    def __init__(self, run: Run, groups: Groups, max_clock_skew_ms: int):
+        self._run, self._groups, self._max_clock_skew_ms = run, groups, max_clock_skew_ms
 
     def publish(self, session: Session, envelope: Envelope, missing: str | None, now_ms: int) -> Ack:
         """Record the next version.
@@ -44,12 +39,7 @@ class Checkpoints:
             _require_equal("manifest of this version", known.sha256, envelope.digest)
             return Ack(duplicate=True)
         self._check_follows(session, manifest)
-        if manifest.published_at_ms > now_ms + AHEAD_MS:
-            raise PeerFault(
-                E_CLOCK_SKEW, "the checkpoint is dated too far ahead of the coordinator's clock",
-                expected=f"at most {now_ms + AHEAD_MS}", got=manifest.published_at_ms,
-                hint="set the clocks of learner and coordinator (for example with NTP), then start the learner again",
-            )
+        self._check_date(manifest, now_ms)
         if missing is not None:
             raise PeerFault(E_OBJECT_MISSING, "a chunk of the checkpoint is not in the store", got=missing)
         session.add(
@@ -88,6 +78,16 @@ class Checkpoints:
             event_log.append(session, now_ms, "head", body)
             self._groups.cancel_stale(session, now_ms)
         return Ack(duplicate=head.version == before)
+
+    def _check_date(self, manifest: CheckpointManifest, now_ms: int) -> None:
+        """Receipts are never dated before a version that is out (T0.9): one dated far ahead would drag them along."""
+        latest = now_ms + self._max_clock_skew_ms
+        if manifest.published_at_ms > latest:
+            raise PeerFault(
+                E_CLOCK_SKEW, "the checkpoint is dated too far ahead of the coordinator's clock",
+                expected=f"at most {latest}", got=manifest.published_at_ms,
+                hint="set the clocks of learner and coordinator (for example with NTP), then start the learner again",
+            )
 
     def _check_follows(self, session: Session, manifest: CheckpointManifest) -> None:
         newest = session.scalars(select(Checkpoint).order_by(Checkpoint.version.desc()).limit(1)).first()

@@ -75,7 +75,7 @@ class Coordinator:
         self.audits = Audits(run, self.groups, self.discipline, self.replicas, config)
         self.batches = Batches(run, self.groups)
         self.screens = Screens(run)
-        self.checkpoints = Checkpoints(run, self.groups)
+        self.checkpoints = Checkpoints(run, self.groups, config.max_clock_skew_ms)
         self.uploads = Uploads(store, keyring.upload_secret, config)
         self._stop = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep_forever, name="sweeper", daemon=True)
