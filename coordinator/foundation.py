@@ -16,6 +16,7 @@ from coordinator.database import Database, sqlite_url
 from coordinator.experts import route_rules
 from coordinator.keyring import new_token, write_secret
 from coordinator.presets import Preset
+from coordinator.quantisation import check_steps
 from protocol.api import JoinLink
 from protocol.clock import Clock
 from protocol.errors import E_CONFIG, LocalFault
@@ -57,8 +58,8 @@ def found(directory: Path, founding: Founding, clock: Clock) -> JoinLink:
     The directory appears complete or not at all.
 
     Raises:
-        LocalFault: ``E_CONFIG`` when it exists and is not empty, or when the model folder lacks something; what the
-            parts raise.
+        LocalFault: ``E_CONFIG`` when it exists and is not empty, when the model folder lacks something, or when honest
+            nodes could not stay within the limits of their profile; what the parts raise.
     """
     directory = directory.resolve()
     scratch = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}")
@@ -121,6 +122,9 @@ def _manifest(founding: Founding, store: Store, keys: dict[str, Identity], now_m
     batch = preset.batch
     if founding.max_versions is not None:
         batch = batch.model_copy(update={"max_versions": founding.max_versions})
+    sampling = _sampling(founding)
+    profiles = calibrated(preset.profiles, founding.calibrations, model.layout_sha256)
+    check_steps(sampling, profiles)
     return RunManifest(
         run_id=_run_id(founding),
         name=founding.name or preset.name,
@@ -128,10 +132,10 @@ def _manifest(founding: Founding, store: Store, keys: dict[str, Identity], now_m
         expires_at_ms=now_ms + RUN_MS,
         model=model,
         environments=[_environment(environment, founding.data, store) for environment in preset.environments],
-        sampling=_sampling(founding),
+        sampling=sampling,
         batch=batch,
         audit=preset.audit,
-        profiles=calibrated(preset.profiles, founding.calibrations, model.layout_sha256),
+        profiles=profiles,
         roles=Roles(
             coordinator=keys["coordinator"].public_key.hex(), learner=keys["learner"].public_key.hex(),
             verifiers=[keys["verifier"].public_key.hex()],

@@ -14,6 +14,7 @@ from coordinator.coordinator import Coordinator
 from coordinator.foundation import Founding, found
 from coordinator.preset_settings import with_settings
 from coordinator.presets import preset
+from coordinator.quantisation import least_steps
 from learner.config import LearnerConfig
 from protocol.config import load_config
 from protocol.errors import LocalFault, PeerFault
@@ -22,6 +23,7 @@ from tests.fakes.architectures import CONFIGS
 from tests.fakes.clock import FakeClock
 from tests.fakes.coordinator import AppTransport, FakeLearner, FakeNode, World
 from tests.fakes.model_folder import make_model_folder
+from verifier.calibrate import limits
 
 
 @pytest.fixture
@@ -53,6 +55,35 @@ def test_a_run_names_the_hash_of_its_state_roots(tmp_path: Path, founding: Found
     with pytest.raises(LocalFault) as caught:
         with_settings(founding.preset, ["state_hash=md5"])
     assert "blake3" in str(caught.value.expected)
+
+
+@pytest.mark.parametrize("steps", [16, 64, 128, 249, 250])
+def test_steps_too_coarse_for_a_profile_found_nothing(
+    tmp_path: Path, founding: Founding, clock: FakeClock, steps: int
+) -> None:
+    coarse = with_settings(founding.preset, [f"sampling.steps_per_nat={steps}"])
+    with pytest.raises(LocalFault) as caught:
+        found(tmp_path / "run", replace(founding, preset=coarse), clock)
+    assert (caught.value.code, caught.value.expected, caught.value.got) == ("E_CONFIG", "steps_per_nat >= 251", steps)
+    assert "--calibration" in (caught.value.hint or "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_finer_steps_and_limits_measured_for_coarse_ones_are_fine(
+    tmp_path: Path, founding: Founding, clock: FakeClock
+) -> None:
+    finer = with_settings(founding.preset, ["sampling.steps_per_nat=1024", "sampling.head_max_code=14148"])
+    found(tmp_path / "finer", replace(founding, preset=finer), clock)
+    coarse = with_settings(founding.preset, ["sampling.steps_per_nat=64", "sampling.head_max_code=884"])
+    measured = limits([], "torch-cpu-fp32", 64)
+    assert least_steps(measured) <= 64
+    found(tmp_path / "coarse", replace(founding, preset=coarse.model_copy(update={"profiles": (measured,)})), clock)
+    nothing_passes = measured.model_copy(update={"max_token_kl_micro": 0})
+    with pytest.raises(LocalFault):
+        found(
+            tmp_path / "strict", replace(founding, preset=coarse.model_copy(update={"profiles": (nothing_passes,)})),
+            clock,
+        )
 
 
 def test_a_seed_makes_the_run_id_repeatable(tmp_path: Path, founding: Founding, clock: FakeClock) -> None:
