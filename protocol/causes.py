@@ -92,6 +92,7 @@ ADVICE: Final[dict[str, str]] = {
     "E_EVIDENCE": "Get the evidence file again: /v1/evidence/RECEIPT of the coordinator.",
     "E_LEASE_INCOHERENT": "Ask the operator: leases and receipts are signed by the coordinator, not by the node.",
     "E_LOG_FILE": "Download the log again: assay audit log URL --root HEX --save FILE.",
+    "E_WITHHELD": "Ask again later: the evidence is shown once nobody can hand in a copy of the bundle.",
     "E_UNREACHABLE": "Check the address, and that the coordinator is up; then try again.",
     "E_FILE": "Check the name, its permissions and the free space.",
     "E_STEERING": "Nothing: the node works on under pinned leases. An operator who knows better may unban it,"
