@@ -185,7 +185,7 @@ def measure(quick: bool, seed: int) -> tuple[dict[str, Any], str]:
     exact_low = exact_false_bans(Null.alike(), low_alarm, LIFE, LIFE)
     alarm = alarm_milli(POLICY)
     exact = exact_false_bans(Null.alike(), alarm, POLICY.life_rollouts, 300 if quick else 3_000)
-    lucky = exact_false_bans(luck_of(0.5), LUCK_ALARM_MILLI, GROUPS, 3_000)
+    lucky = 2 * exact_false_bans(luck_of(0.5), LUCK_ALARM_MILLI, GROUPS, 3_000)  # both sides: shares are alike
     pinned = {lead: groups_until(luck_of(0.5 + lead), LUCK_ALARM_MILLI, trials // 10, numbers) for lead in LEADS}
     caught = 1 - (1 - q * POWER) * (1 - SCREEN * POWER)
     fractions = audit_fractions(nodes, rng)

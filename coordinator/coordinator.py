@@ -68,9 +68,9 @@ class Coordinator:
         self.rendezvous = Rendezvous(self.registry)
         self.groups = Groups(run, prompts, config.batches_ahead)
         self.epochs = Epochs(run)
-        self.replicas = Replicas(run, self.epochs)
+        self.replicas = Replicas(run)
         self.leases = Leases(run, keyring.identity, self.registry, self.groups, self.replicas, config)
-        self.submissions = Submissions(run, keyring.identity, self.registry, self.epochs)
+        self.submissions = Submissions(run, keyring.identity, self.registry, self.epochs, self.replicas)
         self.discipline = Discipline(self.groups)
         self.audits = Audits(run, self.groups, self.discipline, self.replicas, config)
         self.batches = Batches(run, self.groups)
@@ -179,6 +179,7 @@ class Coordinator:
     def evidence(self, receipt_id: str) -> bytes:
         """``GET /v1/evidence/{receipt_id}``."""
         with self.database.read() as session:
+            self.replicas.check_shown(session, evidence.require_receipt(session, receipt_id))
             found = evidence.collect(session, self.run, self.store, self.keyring.identity, receipt_id)
         return evidence_file.encode(found)
 

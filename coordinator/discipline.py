@@ -53,6 +53,7 @@ class Discipline:
         node = require_node(session, node_id)
         node.state, node.ban_code, node.ban_reason = NodeState.ACTIVE, None, None
         node.ban_receipt_id, node.ban_until_ms, node.audited_passes = None, None, 0
-        node.suspicion_milli = node.suspicion_rollouts = node.luck_milli = node.length_milli = 0
+        node.suspicion_milli = node.suspicion_rollouts = 0
+        node.luck_milli = node.worse_milli = node.length_milli = node.shorter_milli = 0
         node.pinned_ms = None
         event_log.append(session, now_ms, "unbanned", {"node_id": node_id, "reason": reason})

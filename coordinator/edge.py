@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from protocol.api import problem_of
+from protocol.api import E_WITHHELD, problem_of
 from protocol.clock import Clock
 from protocol.errors import (
     E_INTERNAL,
@@ -82,7 +82,7 @@ def install_problem_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(AssayError)
     async def _ours(_request: Request, error: AssayError) -> JSONResponse:
-        if isinstance(error, LocalFault) and error.code != E_NOT_FOUND:
+        if isinstance(error, LocalFault) and error.code not in (E_NOT_FOUND, E_WITHHELD):
             logger.warning("local fault", extra={"code": error.code, "detail": str(error)})
         return problem_response(error)
 

@@ -224,8 +224,7 @@ class Leases:
             )
         )
         if not shadow:
-            unit.state, unit.lease_id = UnitState.LEASED, message.lease_id
-            self._replicas.draw(session, unit, envelope.digest, now_ms)
+            unit.state, unit.lease_id, unit.replicate = UnitState.LEASED, message.lease_id, False
         session.flush()
         event_log.append(
             session, now_ms, "leased",

@@ -128,6 +128,8 @@ class Node(Base):
     suspicion_rollouts: Mapped[int] = mapped_column(default=0)  #: audited rollouts that went into it
     luck_milli: Mapped[int] = mapped_column(default=0)  #: how much better than its peers' its samples are, 1e-3 nats
     length_milli: Mapped[int] = mapped_column(default=0)  #: how much longer they are, 1e-3 nats
+    worse_milli: Mapped[int] = mapped_column(default=0)  #: how much worse than its peers' they are, 1e-3 nats
+    shorter_milli: Mapped[int] = mapped_column(default=0)  #: how much shorter they are, 1e-3 nats
     pinned_ms: Mapped[int | None]  #: since when its leases are pinned to one version, for that
 
 

@@ -178,7 +178,8 @@ def describe(session: Session, nodes: list[Node], head_version: int) -> list[dic
             "dropped": node.dropped, "forfeited": node.forfeited, "audited_passes": node.audited_passes,
             "forced_audits": node.forced_audits, "suspicion_milli": node.suspicion_milli,
             "suspicion_rollouts": node.suspicion_rollouts, "luck_milli": node.luck_milli,
-            "length_milli": node.length_milli, "pinned_ms": node.pinned_ms,
+            "length_milli": node.length_milli, "worse_milli": node.worse_milli, "shorter_milli": node.shorter_milli,
+            "pinned_ms": node.pinned_ms,
             "ban_code": node.ban_code, "ban_reason": node.ban_reason, "ban_receipt_id": node.ban_receipt_id,
             "ban_until_ms": node.ban_until_ms, "joined_ms": node.joined_ms, "last_seen_ms": node.last_seen_ms,
         }

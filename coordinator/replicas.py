@@ -1,38 +1,46 @@
-"""T2': some units are made by a second node as well, which cannot tell. Where the two differ, both are looked at.
+"""T2': some units are made by a second node as well. Where the two differ, both are looked at.
 
-Which units is drawn like audits are, from the lease's digest under the epoch's key. A replica is a shadow lease: it
-never counts for its group, and unlike a drill's it is paid.
+Which units is drawn when the first node has committed to its rollouts, from the lease's digest under the epoch's key:
+the key is secret while the lease is open, and nothing that a node could see before it hands in depends on the outcome.
+A replica is a shadow lease: it never counts for its group, and unlike a drill's it is paid.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 from sqlalchemy import and_, exists, or_, select
 from sqlalchemy.orm import Session, aliased
 
-from coordinator.epochs import Epochs
-from coordinator.groups import LIVE
-from coordinator.models import Group, Lease, LeaseState, Node, Receipt, ReceiptState, Unit, UnitState
+from coordinator.groups import head_version
+from coordinator.models import Epoch, Group, GroupState, Lease, LeaseState, Node, Receipt, ReceiptState, Unit, UnitState
 from coordinator.run import Run
 from protocol import audit_draw
+from protocol.api import E_WITHHELD
+from protocol.errors import LocalFault
 
-_TAKEN = (UnitState.LEASED, UnitState.SUBMITTED, UnitState.VERIFIED)
+_MADE = (UnitState.SUBMITTED, UnitState.VERIFIED)
+#: What to do about a receipt that is withheld.
+WITHHELD_HINT: Final = "ask again later: it is shown once nobody could hand in a copy; state and verdicts are shown now"
 _COMPARABLE = (ReceiptState.PENDING, ReceiptState.CLAIMED, ReceiptState.PASS)
 
 
 class Replicas:
-    """Which units are made twice, and which receipts belong together."""
+    """Which units are made twice, which receipts belong together, and what must not be copied meanwhile."""
 
-    def __init__(self, run: Run, epochs: Epochs):
-        self._rate_ppm, self._epochs = run.manifest.audit.replicate_ppm, epochs
+    def __init__(self, run: Run):
+        self._rate_ppm, self._batch = run.manifest.audit.replicate_ppm, run.manifest.batch
 
-    def draw(self, session: Session, unit: Unit, lease_sha256: str, now_ms: int) -> None:
-        """Decide whether a unit that was just leased is made by a second node too."""
-        if self._rate_ppm:
-            key = self._epochs.current(session, now_ms).key
-            unit.replicate = audit_draw.is_drawn(key, lease_sha256, self._rate_ppm)
+    def draw(self, unit: Unit, lease_sha256: str, epoch: Epoch) -> None:
+        """Decide whether a unit that was just handed in is made by a second node too."""
+        unit.replicate = audit_draw.is_drawn(epoch.key, lease_sha256, self._rate_ppm)
 
     def wanted(self, session: Session, node: Node) -> list[Unit]:
-        """At most one unit that this node may make as the second: another's, and nobody's replica yet."""
+        """At most one unit that this node may make as the second: another's, and nobody's replica yet.
+
+        What the learner has trained on already is made again too, while it is fresh: a cheat that hands in last is no
+        safer than others.
+        """
         if not self._rate_ppm:
             return []
         under_way = (LeaseState.ACTIVE, LeaseState.SUBMITTED)
@@ -44,13 +52,53 @@ class Replicas:
             select(Unit)
             .join(Group, Unit.group_id == Group.id)
             .where(
-                Unit.replicate.is_(True), Unit.state.in_(_TAKEN), Group.state.in_(LIVE),
-                Group.start_version <= node.version, ~mine_or_made,
+                Unit.replicate.is_(True), Unit.state.in_(_MADE), Group.state != GroupState.CANCELLED,
+                Group.start_version <= node.version, Group.start_version >= self._oldest(session), ~mine_or_made,
             )
             .order_by(Unit.id)
             .limit(1)
         )
         return list(session.scalars(query))
+
+    def may_be_made(self, session: Session, unit: Unit, besides: str = "") -> bool:
+        """Whether a node other than ``besides`` holds a unit or may yet be given it, so that it could hand in a copy.
+
+        In a run with replicas that is every unit of a fresh group: whoever asks does not learn which ones are drawn.
+        """
+        held = select(Lease.id).where(
+            Lease.unit_id == unit.id, Lease.node_id != besides, Lease.state == LeaseState.ACTIVE
+        )
+        if session.scalar(held.limit(1)) is not None:
+            return True
+        last, head = self._batch.max_versions, head_version(session) or 0
+        if last is not None and head >= last:
+            return False  # nothing is leased any more
+        group = session.get_one(Group, unit.group_id)
+        fresh = group.state != GroupState.CANCELLED and group.start_version >= self._oldest(session)
+        return unit.state == UnitState.OPEN or (self._rate_ppm > 0 and fresh)
+
+    def withheld(self, session: Session, receipt: Receipt) -> bool:
+        """Whether nobody but verifiers and learner is to see what a receipt is for: somebody could hand in a copy.
+
+        A bundle that failed is shown: its node must see why, and a copy fails as well.
+        """
+        unit = session.get_one(Unit, receipt.unit_id)
+        return receipt.state != ReceiptState.FAIL and self.may_be_made(session, unit, receipt.node_id)
+
+    def check_shown(self, session: Session, receipt: Receipt) -> None:
+        """Whether what a receipt is for may be shown to anybody.
+
+        Raises:
+            LocalFault: ``E_WITHHELD``.
+        """
+        if self.withheld(session, receipt):
+            raise LocalFault(
+                E_WITHHELD, "another node may still be making the same rollouts", expected="a unit that is over",
+                got=f"receipt {receipt.id}, {receipt.state}", hint=WITHHELD_HINT,
+            )
+
+    def _oldest(self, session: Session) -> int:
+        return (head_version(session) or 0) - self._batch.max_lag_versions
 
     def twin(self, session: Session, receipt: Receipt) -> Receipt | None:
         """The other node's submission of a unit that two nodes make; None when there is none."""

@@ -1,10 +1,12 @@
 """Who chooses when to take up new weights so that the completion is a better one.
 
 A node may change weights at any point of the swap grid, so it could try them all and hand in what earns most, or what
-is longest. Then its share of a group does better than those of its peers, whose samples have the same prompt and start
-version. Every group that is trained on is one comparison of rewards and one of lengths; the evidence is summed up per
-node (``protocol.statistics.luck_milli``, ``length_milli``). At the alarm the node's leases are *pinned*: its rollouts
-keep the weights they start with, and there is nothing to choose. Nobody is banned and no credit is taken back.
+is longest, or what earns least, to spoil the training. Then its share of a group does better or worse than those of its
+peers, whose samples have the same prompt and start version. Every group that is trained on is one comparison of rewards
+and one of lengths; the evidence is summed up per node and side (``protocol.statistics.luck_milli``, ``length_milli``).
+At an alarm the node's leases are *pinned*: its rollouts keep the weights they start with, and there is nothing to
+choose. Nobody is banned and no credit is taken back. Two nodes that only have each other are pinned together: a
+comparison does not say which of them chooses.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from protocol.statistics import LUCK_ALARM_MILLI, length_milli, luck_milli
 
 #: Why, in the log and among a node's reasons.
 E_STEERING: Final = code(
-    "E_STEERING", "a node's samples do better than its peers' by more than chance; its leases are pinned to one version"
+    "E_STEERING",
+    "a node's samples do better or worse than its peers' by more than chance; its leases are pinned to one version",
 )
 
 
@@ -53,11 +56,17 @@ def compare(session: Session, receipts: Sequence[Receipt], max_new_tokens: int, 
         node = session.get_one(Node, node_id)
         if not rest.rollouts or node.pinned_ms is not None:
             continue
-        node.luck_milli = max(0, node.luck_milli + luck_milli(own.rewards, rest.rewards))
-        longer = length_milli((own.tokens, own.rollouts), (rest.tokens, rest.rollouts), max_new_tokens)
-        node.length_milli = max(0, node.length_milli + longer)
-        if max(node.luck_milli, node.length_milli) >= LUCK_ALARM_MILLI:
+        ours, theirs = (own.tokens, own.rollouts), (rest.tokens, rest.rollouts)
+        steps = {
+            "luck_milli": luck_milli(own.rewards, rest.rewards),
+            "worse_milli": luck_milli(rest.rewards, own.rewards),
+            "length_milli": length_milli(ours, theirs, max_new_tokens),
+            "shorter_milli": length_milli(theirs, ours, max_new_tokens),
+        }
+        sums = {name: max(0, getattr(node, name) + step) for name, step in steps.items()}
+        for name, total in sums.items():
+            setattr(node, name, total)
+        if max(sums.values()) >= LUCK_ALARM_MILLI:
             node.pinned_ms = now_ms
-            sums = {"luck_milli": node.luck_milli, "length_milli": node.length_milli}
             event_log.append(session, now_ms, "leases-pinned", {"node_id": node_id, "code": E_STEERING, **sums})
             counters.add_reason(session, node_id, E_STEERING)

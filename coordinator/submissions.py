@@ -11,6 +11,7 @@ from coordinator import counters, event_log, scrutiny
 from coordinator.epochs import Epochs
 from coordinator.models import Checkpoint, Lease, LeaseState, Node, Receipt, ReceiptState, Unit, UnitState
 from coordinator.registry import Registry
+from coordinator.replicas import Replicas
 from coordinator.run import Run
 from protocol import audit_draw
 from protocol.api import (
@@ -32,8 +33,9 @@ from protocol.messages import Receipt as ReceiptMessage
 class Submissions:
     """Takes commitments in."""
 
-    def __init__(self, run: Run, identity: Identity, registry: Registry, epochs: Epochs):
+    def __init__(self, run: Run, identity: Identity, registry: Registry, epochs: Epochs, replicas: Replicas):
         self._run, self._identity, self._registry, self._epochs = run, identity, registry, epochs
+        self._replicas = replicas
 
     def submit(self, session: Session, envelope: Envelope, stored_bytes: int | None, now_ms: int) -> SubmitReply:
         """A signed receipt for a commitment; the same one again for a repeated commitment.
@@ -91,6 +93,7 @@ class Submissions:
         lease.state, node.drop_streak = LeaseState.SUBMITTED, 0
         if not lease.shadow:
             unit.state, unit.receipt_id, unit.lease_id = UnitState.SUBMITTED, message.receipt_id, lease.id
+            self._replicas.draw(unit, lease.sha256, epoch)
         node.tokens += commitment.tokens
         counters.add(session, "tokens_generated", commitment.tokens)
         counters.add(session, "rollouts_submitted", commitment.rollouts)

@@ -9,6 +9,7 @@ from typing import Any
 from node.home import Home
 from node.spool import Receipts
 from node.uploader import E_RECEIPT
+from protocol.api import E_WITHHELD
 from protocol.causes import advice, likely_causes
 from protocol.client import CoordinatorClient
 from protocol.envelope import Envelope
@@ -35,6 +36,7 @@ class Explanation:
     verdicts: tuple[Verdict, ...]  #: by verifiers of the run, oldest first
     url: str  #: where the evidence is
     root: str  #: root public key of the run, hex
+    withheld: bool = False  #: the evidence is not shown yet, for somebody could hand in a copy of the bundle
 
     @property
     def failures(self) -> list[Finding]:
@@ -67,6 +69,8 @@ class Explanation:
             lines.append(f"to do     {advice(self.code)}")
         evidence = f"{self.url}/v1/evidence/{self.receipt_id}"
         again = f"assay audit {self.receipt_id} --root {self.root} --checkpoint DIR"
+        if self.withheld:
+            lines.append("evidence  not shown yet: another node may still be making the same rollouts; ask again later")
         return [*lines, f"evidence  curl -O {evidence}", f"audit it  {again}"]
 
 
@@ -79,7 +83,7 @@ def explain(home: Home, client: CoordinatorClient, what: str | None) -> Explanat
 
     Raises:
         LocalFault: ``E_USAGE`` for what is no id; ``E_NOT_FOUND`` when there is no such receipt, or none that did
-            not pass.
+            not pass; ``E_WITHHELD`` when it is not shown yet and this node kept none.
         PeerFault: the coordinator shows another receipt than the one this node kept, or one it did not sign.
     """
     if what is not None and re.fullmatch("[0-9a-f]{32}", what) is None:
@@ -88,9 +92,15 @@ def explain(home: Home, client: CoordinatorClient, what: str | None) -> Explanat
     kept = Receipts(home.receipts).find(what) if what is not None else None
     receipt_id = kept[0] if kept is not None else what or _newest(client, home.identity().id)
     found = client.get_object(f"/v1/receipts/{receipt_id}")
-    envelope = Envelope.from_dict(found.get("receipt"))
-    receipt = Receipt.open(envelope, run.roles.coordinator, run_id=run.run_id)
     kept = kept or Receipts(home.receipts).find(receipt_id)
+    withheld = found.get("withheld") is True
+    if withheld and kept is None:
+        raise LocalFault(
+            E_WITHHELD, "the receipt is not shown yet, and this node kept none", expected="one in receipts.jsonl",
+            got=f"state {found.get('state')} {found.get('code') or ''}".rstrip(), hint="ask again later",
+        )
+    envelope = Envelope.from_dict(kept[1] if withheld and kept is not None else found.get("receipt"))
+    receipt = Receipt.open(envelope, run.roles.coordinator, run_id=run.run_id)
     if kept is not None and Envelope.from_dict(kept[1]).digest != envelope.digest:
         raise PeerFault(
             E_RECEIPT, "the coordinator shows another receipt than the one it gave us",
@@ -101,7 +111,7 @@ def explain(home: Home, client: CoordinatorClient, what: str | None) -> Explanat
     fault = _log_fault(found.get("log"), run, [envelope, *(signed for signed, _ in verdicts)])
     return Explanation(
         receipt.receipt_id, receipt.lease_id, str(found.get("state")), found.get("code"), kept is not None,
-        fault is None, fault, tuple(verdict for _, verdict in verdicts), pin.coordinator, pin.root,
+        fault is None, fault, tuple(verdict for _, verdict in verdicts), pin.coordinator, pin.root, withheld,
     )
 
 

@@ -30,6 +30,7 @@ E_LEASE_CLOSED = code("E_LEASE_CLOSED", "the lease was handed back or its unit w
 E_COMMITMENT_MISMATCH = code("E_COMMITMENT_MISMATCH", "a commitment contradicts its lease or its uploaded object")
 E_SECOND_COMMITMENT = code("E_SECOND_COMMITMENT", "a second, different commitment for one lease")
 E_OBJECT_MISSING = code("E_OBJECT_MISSING", "a commitment names an object that was not uploaded")
+E_WITHHELD = code("E_WITHHELD", "a bundle is not shown yet: another node may still be making the same rollouts")
 E_UPLOAD_URL = code("E_UPLOAD_URL", "an upload address is forged, expired or used for another object")
 E_VERDICT = code("E_VERDICT", "a verdict contradicts itself or its receipt")
 E_UNCALIBRATED = code("E_UNCALIBRATED", "heads of an unlisted profile are outside the run's limits; nobody is blamed")
@@ -46,7 +47,7 @@ STATUS: Final[dict[str, int]] = {
     E_JOIN_TOKEN: 403, "E_WRONG_KEY": 403, "E_SIGNATURE": 403, E_NODE_UNKNOWN: 403, E_NODE_BANNED: 403,
     E_UPLOAD_URL: 403, E_LEASE_UNKNOWN: 404, E_LEASE_EXPIRED: 410, E_LEASE_CLOSED: 410, E_SECOND_COMMITMENT: 409,
     E_CHECKPOINT_CHAIN: 409, E_BATCH: 409, "E_WRONG_RUN": 409,
-    E_RANGE: 416,
+    E_RANGE: 416, E_WITHHELD: 425,
 }
 _FAULTS: Final[dict[str, type[AssayError]]] = {"peer": PeerFault, "local": LocalFault, "transient": Transient}
 

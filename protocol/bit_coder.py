@@ -36,6 +36,8 @@ _CLASSES: Final = 10
 #: Logits are clipped to +-8 nats and counted in 1/256 nat.
 _CLIP: Final = 2047
 _M32: Final = 0xFFFFFFFF
+#: Bytes past the end after which a reader stops.
+_PAST: Final = 64
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -113,6 +115,12 @@ _COUNTS = np.arange(_MOST + 1)
 #: (256,) by count: share of its surprise that a slot learns, 16 bits; class of its weights.
 _SHARES = 131_072 // (2 * _COUNTS + 3)
 _CLASS = np.array([count if count < 4 else count.bit_length() + 1 for count in range(_MOST + 1)])
+
+
+@compiled
+def past(coder: Coder) -> bool:
+    """Whether a reader has gone so far past the end of its data that it may stop: only zeros come from there."""
+    return bool(coder.state[0] == 0 and coder.state[4] > len(coder.buffer) + _PAST)
 
 
 @compiled

@@ -31,16 +31,21 @@ def encode(bundle: Bundle) -> bytes:
     return encode_packed(bundle) or encode_simple(bundle)
 
 
-def decode(data: bytes, rules: SamplingRules, *, max_bytes: int = MAX_BYTES) -> Bundle:
+def decode(
+    data: bytes, rules: SamplingRules, *, max_bytes: int = MAX_BYTES, most: tuple[int, int] | None = None
+) -> Bundle:
     """The bundle in ``data``; memory stays below a small multiple of ``max_bytes``.
 
     Checks the form only: heads are for ``sampler.check_head``, draws for ``sampler.replay``.
 
+    Args:
+        most: rollouts and tokens that were committed to; what says it holds more is refused before it is decoded.
+
     Raises:
         PeerFault: ``E_TOO_LARGE``, ``E_BUNDLE_FRAME``, ``E_BUNDLE_HEADER``, ``E_BUNDLE_PACKED``, ``E_BUNDLE_COLUMNS``,
-            ``E_BUNDLE_ROUTES``, ``E_SEGMENTS`` or ``E_BUNDLE_CANONICAL``.
+            ``E_BUNDLE_ROUTES``, ``E_SEGMENTS``, ``E_BUNDLE_CANONICAL`` or ``E_COUNTS``.
     """
     if len(data) > max_bytes:
         raise PeerFault(E_TOO_LARGE, "bundle too large", expected=f"<= {max_bytes} bytes", got=f"{len(data)} bytes")
     form = decode_packed if data[:4] == MAGIC[:4] else decode_simple
-    return form(data, rules, max_bytes)
+    return form(data, rules, max_bytes, most)

@@ -22,6 +22,7 @@ E_BUNDLE_COLUMNS = code("E_BUNDLE_COLUMNS", "a bundle's columns contradict each 
 E_BUNDLE_ROUTES = code(
     "E_BUNDLE_ROUTES", "a bundle's expert choices are missing, not asked for, out of range or not ascending"
 )
+E_COUNTS = code("E_COUNTS", "a commitment states other counts or sizes than its bundle has")
 E_SEGMENTS = code("E_SEGMENTS", "a rollout's segments are not in order, not on the swap grid, or past its end")
 
 #: Most rollouts of a bundle; a lease names no more samples.
@@ -155,6 +156,21 @@ def require(holds: Any, expected: str, got: Any) -> None:
     """
     if not holds:
         raise PeerFault(E_BUNDLE_COLUMNS, "columns do not fit", expected=expected, got=got)
+
+
+def check_most(rollouts: int, tokens: int, most: tuple[int, int] | None) -> None:
+    """Refuse a bundle that says it holds more than was committed to, before work is spent on it.
+
+    Args:
+        most: rollouts and tokens of the commitment; None where there is none.
+
+    Raises:
+        PeerFault: ``E_COUNTS``.
+    """
+    if most is not None and (rollouts > most[0] or tokens > most[1]):
+        raise PeerFault(
+            E_COUNTS, "more rollouts or tokens than were committed to", expected=f"<= {most}", got=(rollouts, tokens)
+        )
 
 
 def check_routes(routes_TYX: NDArray[Any] | None, rules: RouteRules | None) -> None:

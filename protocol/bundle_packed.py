@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.bundle_columns import DRAWN, MAX_ROLLOUTS, Draws, Frame, check_sayable, require, to_bundle
+from protocol.bundle_columns import DRAWN, MAX_ROLLOUTS, Draws, Frame, check_most, check_sayable, require, to_bundle
 from protocol.bundle_simple import E_BUNDLE_CANONICAL
 from protocol.errors import E_TOO_LARGE, PeerFault, code
 from protocol.messages import SamplingRules
@@ -50,31 +50,48 @@ def encode_packed(bundle: Bundle) -> bytes | None:
     return None if stream is None else MAGIC + bytes([width]) + b"".join(map(_varint, counts)) + stream
 
 
-def decode_packed(data: bytes, rules: SamplingRules, max_bytes: int) -> Bundle:
+def decode_packed(
+    data: bytes, rules: SamplingRules, max_bytes: int, most: tuple[int, int] | None = None
+) -> Bundle:
     """The bundle in ``data``; memory stays below a small multiple of ``max_bytes``.
 
     Raises:
         PeerFault: ``E_BUNDLE_PACKED``, ``E_TOO_LARGE``, ``E_BUNDLE_COLUMNS``, ``E_SEGMENTS``,
-            ``E_BUNDLE_ROUTES`` (the run asks for some) or ``E_BUNDLE_CANONICAL``.
+            ``E_BUNDLE_ROUTES`` (the run asks for some), ``E_BUNDLE_CANONICAL`` or ``E_COUNTS``.
     """
     from protocol import bit_coder, packed_tokens
 
     width, (rollouts, segments, tokens, entries), stream = _read_counts(data)
     _check_counts(rollouts, segments, tokens, entries, rules, max_bytes)
+    check_most(rollouts, tokens, most)
     coder = bit_coder.reader(stream, _slot_bits(entries))
     sizes = (rollouts, rollouts, rollouts, rollouts, segments, segments, segments, tokens)
     columns = [np.zeros(size, np.int64) for size in sizes]
     for kind, column in enumerate(columns):
         packed_tokens.code_column(coder, kind, column)
+        _check_not_past(coder)
     frame = _frame(columns)
     frame.check(entries, rules)
     draws = Draws(*(np.zeros(size, np.int64) for size in (tokens, tokens, tokens, tokens, entries, entries)))
     wrong = packed_tokens.code_tokens(coder, width, _token_columns(frame, draws))
+    _check_not_past(coder)
     require(wrong < 0, "ranks within their heads", f"a rank past its head at token {wrong}")
     if packed_tokens.code_end(coder, 0) != packed_tokens.END or not bit_coder.ended(coder):
-        raise PeerFault(E_BUNDLE_PACKED, "stream and counts do not fit", expected="a stream that ends with its tokens")
+        raise _misfit()
     _check_draws(frame, draws)
     return to_bundle(frame, draws, rules)
+
+
+def _check_not_past(coder: Any) -> None:
+    """A reader that is past its end stopped there: no end can come any more."""
+    from protocol import bit_coder
+
+    if bit_coder.past(coder):
+        raise _misfit()
+
+
+def _misfit() -> PeerFault:
+    return PeerFault(E_BUNDLE_PACKED, "stream and counts do not fit", expected="a stream that ends with its tokens")
 
 
 def _size(tokens: int, entries: int) -> int:

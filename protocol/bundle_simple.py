@@ -17,7 +17,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from protocol.bundle_columns import DRAWN, Draws, Frame, check_sayable, require, to_bundle
+from protocol.bundle_columns import DRAWN, Draws, Frame, check_most, check_sayable, require, to_bundle
 from protocol.errors import E_TOO_LARGE, PeerFault, code
 from protocol.messages import SamplingRules
 from protocol.rollout import NO_CODE, Bundle
@@ -83,15 +83,18 @@ def encode_simple(bundle: Bundle) -> bytes:
     return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False).compress(_content(bundle))
 
 
-def decode_simple(data: bytes, rules: SamplingRules, max_bytes: int) -> Bundle:
+def decode_simple(
+    data: bytes, rules: SamplingRules, max_bytes: int, most: tuple[int, int] | None = None
+) -> Bundle:
     """The bundle in ``data``; memory stays below a small multiple of ``max_bytes``.
 
     Raises:
         PeerFault: ``E_TOO_LARGE``, ``E_BUNDLE_FRAME``, ``E_BUNDLE_HEADER``, ``E_BUNDLE_COLUMNS``,
-            ``E_BUNDLE_ROUTES``, ``E_SEGMENTS`` or ``E_BUNDLE_CANONICAL``.
+            ``E_BUNDLE_ROUTES``, ``E_SEGMENTS``, ``E_BUNDLE_CANONICAL`` or ``E_COUNTS``.
     """
     content = _decompress(data, max_bytes)
     columns = _columns(content)
+    check_most(len(columns["sample"]), len(columns["head_length"]), most)
     frame = Frame(**{name: columns[name] for name in Frame.__dataclass_fields__})
     frame.check(columns["head_id"].shape[1], rules)
     bundle = to_bundle(frame, _draws(columns, frame), rules)

@@ -39,9 +39,10 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     "E_SAMPLE_SET": ("samples were dropped, repeated or taken from another lease",),
     "E_SEGMENT_VERSION": ("the node ran a version that the lease does not start with, or that is not published",),
     "E_STEERING": (
-        "the node tries several moments for taking up new weights and hands in the completion that earns most",
-        "better or longer completions for an honest reason: always fresher weights than its peers'",
-        "chance: at most 1 % of honest nodes within 10,000 groups",
+        "the node tries several moments for new weights and hands in the completion that earns most, or least",
+        "its only peer does so: a comparison of two does not say which of them",
+        "better, worse, longer or shorter completions for an honest reason: fresher or older weights than its peers",
+        "chance: at most 2 % of honest nodes within 10,000 groups, 1 % for reward and 1 % for length",
     ),
     "E_SWAP_PINNED": ("the node took up new weights in a lease that forbids it",),
     "E_SIGNATURE": ("the commitment was changed after signing, or signed with another key",),
@@ -92,6 +93,7 @@ ADVICE: Final[dict[str, str]] = {
     "E_EVIDENCE": "Get the evidence file again: /v1/evidence/RECEIPT of the coordinator.",
     "E_LEASE_INCOHERENT": "Ask the operator: leases and receipts are signed by the coordinator, not by the node.",
     "E_LOG_FILE": "Download the log again: assay audit log URL --root HEX --save FILE.",
+    "E_WITHHELD": "Ask again later: the evidence is shown once nobody can hand in a copy of the bundle.",
     "E_UNREACHABLE": "Check the address, and that the coordinator is up; then try again.",
     "E_FILE": "Check the name, its permissions and the free space.",
     "E_STEERING": "Nothing: the node works on under pinned leases. An operator who knows better may unban it,"

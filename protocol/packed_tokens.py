@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.bit_coder import Coder, code_number, compiled, hashed
+from protocol.bit_coder import Coder, code_number, compiled, hashed, past
 from protocol.bundle_columns import DRAWN
 from protocol.rollout import NO_CODE
 
@@ -44,9 +44,14 @@ class Tokens(NamedTuple):
 
 @compiled
 def code_column(coder: Coder, kind: int, column: NDArray[np.int64]) -> None:
-    """Write or read the numbers below 2^48 of a column of the frame, each from its kind and the one before it."""
+    """Write or read the numbers below 2^48 of a column of the frame, each from its kind and the one before it.
+
+    A reader stops once it is past its end.
+    """
     before = 0
     for i in range(len(column)):
+        if past(coder):
+            return
         coder.work[0, 0] = hashed(50, kind, 0)
         coder.work[0, 1] = hashed(51, kind, before)
         before = column[i] = code_number(coder, 2, _FRAME, 48, True, column[i])
@@ -54,11 +59,16 @@ def code_column(coder: Coder, kind: int, column: NDArray[np.int64]) -> None:
 
 @compiled
 def code_tokens(coder: Coder, width: int, columns: Tokens) -> int:
-    """Write or read all tokens; ids have ``width`` bits. Returns the first position with an impossible rank, or -1."""
+    """Write or read all tokens; ids have ``width`` bits. Returns the first position with an impossible rank, or -1.
+
+    A reader stops once it is past its end.
+    """
     contexts, ids, codes = coder.work[0], columns.head_ids, columns.head_codes
     entry = 0
     token, pair = 0, 0  # the token before, plus one, 0 before the first; hash of the two before
     for t in range(len(columns.tokens)):
+        if past(coder):
+            return -1
         if columns.starts[t] == 1:
             token, pair = 0, 0
         length = columns.head_lengths[t]

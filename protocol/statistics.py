@@ -25,10 +25,10 @@ MAX_SCORE: Final = 3.0
 SHIFTS: Final = (1.0, 3.0)
 #: Share of the way to the alarm that suspicion may cover before a second configuration has confirmed it.
 UNCONFIRMED_SHARE: Final = 0.5
-#: What is bet on a node being luckier than its peers, and the sum, 1e-3 nats, from which on that is not chance: within
-#: 10,000 groups of an honest node it is reached with a chance of at most 1 %.
+#: What is bet on a node being luckier than its peers, or less lucky, and the sum of a side, 1e-3 nats, from which on
+#: that is not chance: within 10,000 groups of an honest node each side reaches it with a chance of at most 0.5 %.
 LUCK_STAKE: Final = 0.5
-LUCK_ALARM_MILLI: Final = math.ceil(1000 * math.log(10_000 / 0.01))
+LUCK_ALARM_MILLI: Final = math.ceil(1000 * math.log(10_000 / 0.005))
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,8 @@ def luck_milli(own: Sequence[int], others: Sequence[int]) -> int:
 
     The logarithm of a bet, 1 + stake * (mean of own - mean of others) / (best - worst of the group). Whoever the
     group's samples are dealt to, the bet's expectation over all ways to deal them is exactly 1. 0 where there is
-    nothing to compare: no peers, or all samples alike. ``docs/statistics.md``, "A node that is luckier than its peers".
+    nothing to compare: no peers, or all samples alike. With the sides changed it is the evidence of choosing what earns
+    least. ``docs/statistics.md``, "A node that is luckier than its peers".
 
     Args:
         own, others: rewards in one unit, in any order.

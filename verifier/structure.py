@@ -13,6 +13,7 @@ from functools import partial
 from typing import Final
 
 from protocol import bundle as bundles
+from protocol.bundle_columns import E_COUNTS
 from protocol.errors import E_OBJECT_HASH, E_WRONG_KEY, LocalFault, PeerFault, code
 from protocol.identity import key_id
 from protocol.messages import Commitment, Lease, Receipt, RunManifest
@@ -25,7 +26,6 @@ from verifier.submission import Opened, Submission
 
 E_LEASE_INCOHERENT = code("E_LEASE_INCOHERENT", "a lease contradicts itself, its receipt or the published checkpoints")
 E_OTHER_LEASE = code("E_OTHER_LEASE", "a commitment is for another lease or another node")
-E_COUNTS = code("E_COUNTS", "a commitment states other counts or sizes than its bundle has")
 E_BUNDLE_ROOT = code("E_BUNDLE_ROOT", "the committed Merkle root is not the root of the uploaded bundle")
 E_SAMPLE_SET = code("E_SAMPLE_SET", "a bundle does not hold exactly the samples of its lease, each once")
 E_EOS_GRAMMAR = code("E_EOS_GRAMMAR", "a completion does not end where and how the run's rules say")
@@ -95,7 +95,8 @@ def _open_bundle(
         return None
     return report.attempt(
         "T0.3 bundle decodes", "lengths, segments and sizes within the limits",
-        lambda: bundles.decode(submission.bundle, run.sampling), node=True,
+        lambda: bundles.decode(submission.bundle, run.sampling, most=(commitment.rollouts, commitment.tokens)),
+        node=True,
         got=lambda bundle: f"{counted(len(bundle.rollouts), 'rollout')} in {len(submission.bundle)} bytes",
     )
 

@@ -103,14 +103,19 @@ def node(desk: Desk, node_id: str) -> dict[str, Any]:
 
 @router.get("/v1/receipts/{receipt_id}", tags=["public"])
 def receipt(desk: Desk, receipt_id: str) -> dict[str, Any]:
-    """A receipt with its commitment, its lease and the verdicts on it."""
+    """A receipt with its commitment, its lease and the verdicts on it.
+
+    Receipt and commitment name the bundle: they are null, and ``withheld`` true, while somebody could hand in a copy.
+    """
     with desk.database.read() as session:
         row = require_receipt(session, receipt_id)
         epoch = session.get_one(Epoch, row.epoch)
         verdicts = session.scalars(select(Verdict.envelope).where(Verdict.receipt_id == row.id).order_by(Verdict.id))
+        withheld = desk.replicas.withheld(session, row)
         return _receipt_summary(row) | {
-            "receipt": Envelope.from_bytes(row.envelope).to_dict(),
-            "commitment": Envelope.from_bytes(row.commitment).to_dict(),
+            "withheld": withheld,
+            "receipt": None if withheld else Envelope.from_bytes(row.envelope).to_dict(),
+            "commitment": None if withheld else Envelope.from_bytes(row.commitment).to_dict(),
             "lease": Envelope.from_bytes(session.get_one(Lease, row.lease_id).envelope).to_dict(),
             "verdicts": [Envelope.from_bytes(data).to_dict() for data in verdicts],
             "rate_ppm": row.rate_ppm,
@@ -129,12 +134,13 @@ def evidence(desk: Desk, receipt_id: str) -> Response:
 
 @router.get("/v1/groups/{group}", tags=["public"])
 def group(desk: Desk, group: Number) -> dict[str, Any]:
-    """A group and how its units stand."""
+    """A group and how its units stand. Whether a lease is a shadow is null while somebody may still make its unit."""
     with desk.database.read() as session:
         row = session.get(Group, group)
         if row is None:
             raise LocalFault(E_NOT_FOUND, "no such group", got=group)
         units = session.scalars(select(Unit).where(Unit.group_id == group).order_by(Unit.id)).all()
+        open_units = {unit.id for unit in units if desk.replicas.may_be_made(session, unit)}
         leases = session.scalars(select(Lease).where(Lease.unit_id.in_([unit.id for unit in units])))
         return {
             "group": row.id, "environment": row.environment, "state": row.state, "cause": row.cause,
@@ -145,7 +151,8 @@ def group(desk: Desk, group: Number) -> dict[str, Any]:
             ],
             "leases": [
                 {
-                    "lease_id": lease.id, "node_id": lease.node_id, "state": lease.state, "shadow": lease.shadow,
+                    "lease_id": lease.id, "node_id": lease.node_id, "state": lease.state,
+                    "shadow": None if lease.unit_id in open_units else lease.shadow,
                     "sha256": lease.sha256, "issued_ms": lease.issued_ms, "deadline_ms": lease.deadline_ms,
                 }
                 for lease in leases

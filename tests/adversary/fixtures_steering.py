@@ -146,7 +146,7 @@ def _steer(bench: Bench, setting: str, seed: int, better: Callable[[World, Lease
         turns += 1
     rollouts, tokens = (sum(getattr(one, what) for one in steerer.handed) for what in ("rollouts", "tokens"))
     honest = sum(one.rollouts for one in peer.handed)
-    alarms = honest if peer.banned or peer.row["pinned_ms"] is not None else 0
+    alarms = honest if peer.banned else 0  # the two only have each other, so both are pinned
     note = sum(freedom) / len(freedom)
     if steerer.row["pinned_ms"] is None:
         return Catch(False, None, "nobody", rollouts, tokens, honest, alarms, note)

@@ -41,6 +41,15 @@ def bundle_format() -> tuple[list[bytes], Decode]:
     return [data for data in known if data], lambda data: bundles.decode(data, rules, max_bytes=1 << 20)
 
 
+def committed_bundle_format() -> tuple[list[bytes], Decode]:
+    """As verifiers read it: nothing beyond what was committed to."""
+    case = good_cases("rollout-bundle")[0]
+    rules = SamplingRules(**case["rules"])
+    rollouts = bundles.decode(base64.b64decode(case["data"]), rules).rollouts
+    most = (len(rollouts), sum(map(len, rollouts)))
+    return bundle_format()[0], lambda data: bundles.decode(data, rules, max_bytes=1 << 20, most=most)
+
+
 def chunk_format(kind: str) -> tuple[list[bytes], Decode]:
     case = max((c for c in good_cases("weight-diff") if c["kind"] == kind and c["chunks"]),
                key=lambda c: len(c["chunks"][0]))
@@ -81,7 +90,8 @@ def link_format() -> tuple[list[bytes], Decode]:
 
 
 FORMATS: dict[str, Callable[[], tuple[list[bytes], Decode]]] = {
-    "bundle": bundle_format, "diff": lambda: chunk_format("diff"), "anchor": lambda: chunk_format("anchor"),
+    "bundle": bundle_format, "committed bundle": committed_bundle_format,
+    "diff": lambda: chunk_format("diff"), "anchor": lambda: chunk_format("anchor"),
     "layout": layout_format, "envelope": envelope_format, "json": json_format, "evidence": evidence_format,
     "link": link_format,
 }

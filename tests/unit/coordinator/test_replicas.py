@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from coordinator import event_log
-from coordinator.models import Node
+from coordinator.models import Epoch, Node, Receipt, Unit
+from protocol.api import E_WITHHELD
+from protocol.audit_draw import is_drawn
+from protocol.envelope import Envelope
+from protocol.errors import LocalFault
 from protocol.messages import Lease
+from protocol.messages import Receipt as ReceiptMessage
 from tests.fakes.coordinator import FakeNode, World
 from tests.unit.coordinator.conftest import MakeWorld
 
 
-def twins(make_world: MakeWorld, rate: int = 1_000_000) -> tuple[World, FakeNode, FakeNode]:
+def twins(
+    make_world: MakeWorld, rate: int = 1_000_000, *, batch: dict[str, Any] | None = None, **audit: Any
+) -> tuple[World, FakeNode, FakeNode]:
     world = make_world(
-        batch={"groups_per_batch": 20}, audit={"ramp": 0, "floor_ppm": 0, "replicate_ppm": rate}
+        config={"share_groups": False}, batch={"groups_per_batch": 20} | (batch or {}),
+        audit={"ramp": 0, "floor_ppm": 0, "replicate_ppm": rate} | audit,
     )
     world.publish()
     return world, world.node("one").join(), world.node("two").join()
@@ -26,19 +36,20 @@ def unit_of(lease: Lease) -> tuple[int, list[int]]:
 def make_both(world: World, one: FakeNode, two: FakeNode) -> tuple[Any, Any]:
     """The receipts of a unit and of its replica."""
     [(first, digest)] = one.leases(1)
+    receipt = one.finish(first, digest).receipt
     replica, replica_digest = next(
         (lease, digest) for lease, digest in two.leases(2) if unit_of(lease) == unit_of(first)
     )
-    return one.finish(first, digest).receipt, two.finish(replica, replica_digest).receipt
+    return receipt, two.finish(replica, replica_digest).receipt
 
 
-def test_a_second_node_gets_the_same_unit_once_and_cannot_tell(make_world: MakeWorld) -> None:
+def test_a_second_node_gets_the_same_unit_once(make_world: MakeWorld) -> None:
     world, one, two = twins(make_world)
-    [(first, _)] = one.leases(1)
+    [(first, digest)] = one.leases(1)
+    one.finish(first, digest)
     leases = [lease for lease, _ in two.leases(2)]
     assert unit_of(first) in [unit_of(lease) for lease in leases]
     assert len({lease.lease_id for lease in [first, *leases]}) == 3
-    assert leases[0].model_dump().keys() == first.model_dump().keys()
     third = world.node("three").join()
     assert unit_of(first) not in [unit_of(lease) for lease, _ in third.leases(1)]
     assert unit_of(first) not in [unit_of(lease) for lease, _ in one.leases(1)]  # never against oneself
@@ -46,7 +57,8 @@ def test_a_second_node_gets_the_same_unit_once_and_cannot_tell(make_world: MakeW
 
 def test_without_a_rate_nothing_is_made_twice(make_world: MakeWorld) -> None:
     _, one, two = twins(make_world, rate=0)
-    [(first, _)] = one.leases(1)
+    [(first, digest)] = one.leases(1)
+    one.finish(first, digest)
     assert unit_of(first) not in [unit_of(lease) for lease, _ in two.leases(3)]
 
 
@@ -94,16 +106,16 @@ def test_when_both_differ_and_pass_each_is_recomputed_once(make_world: MakeWorld
 def test_whoever_differs_from_a_recomputed_twin_is_recomputed(make_world: MakeWorld) -> None:
     """A node that waits for its twin's public verdict may not make up what follows the first difference."""
     world, one, two = twins(make_world)
-    [(lease, digest)] = one.leases(1)
     with world.coordinator.database.write() as session:
-        session.get_one(Node, two.key.id).forced_audits = 4
-        event_log.append(session, world.clock.now_ms(), "audits-forced", {"node_id": two.key.id, "bundles": 4})
-    replica = next(pair for pair in two.leases(2) if unit_of(pair[0]) == unit_of(lease))
-    two.finish(*replica)
+        session.get_one(Node, one.key.id).forced_audits = 4
+        event_log.append(session, world.clock.now_ms(), "audits-forced", {"node_id": one.key.id, "bundles": 4})
+    [(lease, digest)] = one.leases(1)
+    one.finish(lease, digest)
     twin = world.verifier.judge()
     assert twin is not None
     assert twin.drawn
-    late = one.finish(lease, digest).receipt
+    replica = next(pair for pair in two.leases(2) if unit_of(pair[0]) == unit_of(lease))
+    late = two.finish(*replica).receipt
     job = world.verifier.claim()
     assert job is not None
     assert not job.drawn
@@ -112,4 +124,119 @@ def test_whoever_differs_from_a_recomputed_twin_is_recomputed(make_world: MakeWo
     assert again is not None
     assert (again.receipt.digest, again.drawn) == (late.digest, True)
     world.verifier.client.verdict(world.verifier.verdict(again, "fail", "E_HEAD_KL"))
-    assert (world.node_row(one)["ban_code"], world.node_row(two)["state"]) == ("E_HEAD_KL", "active")
+    assert (world.node_row(two)["ban_code"], world.node_row(one)["state"]) == ("E_HEAD_KL", "active")
+
+
+# -- nothing that a node can see tells before it hands in, and nothing can be copied ----------------------------
+
+
+def receipt_id(envelope: Envelope) -> str:
+    return ReceiptMessage.from_payload(envelope.payload).receipt_id
+
+
+def test_a_unit_is_drawn_by_a_key_that_is_secret_while_its_lease_is_open(make_world: MakeWorld) -> None:
+    """A node that holds its lease past the end of an epoch knows that epoch's key, and nothing follows from it."""
+    world, one, _ = twins(make_world, rate=500_000, batch={"lease_ms": 60_000}, epoch_ms=30_000)
+    world.coordinator.sweep()
+    held = one.leases(8)
+    world.clock.advance(31)
+    world.coordinator.sweep()
+    with world.coordinator.database.read() as session:
+        assert session.query(Epoch).filter(Epoch.ended_ms.is_not(None)).count() == 1  # the key of then is known
+        assert not any(unit.replicate for unit in session.query(Unit))
+    for lease, digest in held:
+        one.finish(lease, digest)
+    with world.coordinator.database.read() as session:
+        drawn = []
+        for lease, digest in held:
+            receipt = session.query(Receipt).filter_by(lease_id=lease.lease_id).one()
+            epoch = session.get_one(Epoch, receipt.epoch)
+            assert epoch.ended_ms is None
+            drawn.append(session.get_one(Unit, receipt.unit_id).replicate)
+            assert drawn[-1] == is_drawn(epoch.key, digest, 500_000)
+    assert len(drawn) == 8
+
+
+def test_who_hands_in_last_is_replicated_as_well(make_world: MakeWorld) -> None:
+    """The group is trained on at once; it is made again while the weights it began with are in use."""
+    world, one, two = twins(make_world)
+    for lease, digest in one.leases(20):
+        one.finish(lease, digest)
+    world.verifier.pass_all()
+    world.learner.client.post_batch(world.learner.plan(99))
+    world.publish()
+    one.version = two.version = 1
+    [(replica, digest)] = [(x, d) for x, d in two.leases(1) if x.start_version == 0]
+    two.finish(replica, digest)
+    job = world.verifier.claim()
+    assert job is not None
+    assert job.replica is not None
+    world.verifier.client.verdict(world.verifier.verdict(job))
+    assert world.node_row(two)["credit"] == 10
+    world.publish()
+    world.publish()
+    two.version = 3
+    assert all(lease.start_version == 3 for lease, _ in two.leases(4))  # too old for anybody by now
+
+
+def test_a_replica_looks_like_any_other_lease(make_world: MakeWorld) -> None:
+    world, one, two = twins(make_world)
+    [(first, digest)] = one.leases(1)
+    one.finish(first, digest)
+    leases = [lease for lease, _ in two.leases(2)]
+    assert {unit_of(lease) == unit_of(first) for lease in leases} == {True, False}
+    assert leases[0].model_dump().keys() == leases[1].model_dump().keys() == first.model_dump().keys()
+    shown = leases_of(world, first.group) + leases_of(world, leases[0].group)
+    assert {lease["shadow"] for lease in shown} == {None}
+
+
+def test_nobody_is_shown_what_could_be_copied(make_world: MakeWorld) -> None:
+    """Neither whether a unit is drawn nor where its rollouts are, until nobody can hand it in any more."""
+    world, one, two = twins(make_world)
+    first, second = make_both(world, one, two)
+    world.verifier.pass_all()
+    for envelope in (first, second):
+        body = world.http.get(f"/v1/receipts/{receipt_id(envelope)}").json()
+        assert (body["withheld"], body["receipt"], body["commitment"]) == (True, None, None)
+        assert (body["state"], body["sha256"], len(body["verdicts"])) == ("pass", envelope.digest, 1)
+        assert body["log"]["entries"]
+        assert ReceiptMessage.from_payload(envelope.payload).object_sha256 not in str(body)
+        with pytest.raises(LocalFault, match=E_WITHHELD) as caught:
+            one.client.evidence(receipt_id(envelope))
+        assert "ask again later" in (caught.value.hint or "")
+    assert world.http.get(f"/v1/evidence/{receipt_id(first)}").status_code == 425
+    for _ in range(2):
+        world.publish()  # the group is stale now: cancelled, and never leased again
+    body = world.http.get(f"/v1/receipts/{receipt_id(first)}").json()
+    assert Envelope.from_dict(body["receipt"]).digest == first.digest
+    assert Envelope.from_dict(body["commitment"]).digest
+    assert sorted(lease["shadow"] for lease in leases_of(world, 0)) == [False, False, True]
+
+
+def test_a_bundle_that_failed_is_shown_at_once(make_world: MakeWorld) -> None:
+    world, one, _ = twins(make_world)
+    [(first, digest)] = one.leases(1)
+    receipt = one.finish(first, digest).receipt
+    world.verifier.judge("fail", "E_REPLAY")
+    body = world.http.get(f"/v1/receipts/{receipt_id(receipt)}").json()
+    assert (body["withheld"], Envelope.from_dict(body["receipt"]).digest) == (False, receipt.digest)
+    assert world.http.get(f"/v1/evidence/{receipt_id(receipt)}").status_code == 200
+
+
+def test_without_replicas_only_what_somebody_else_is_making_is_withheld(make_world: MakeWorld) -> None:
+    world, one, two = twins(make_world, rate=0)
+    assert world.admin("drills", node_id=two.key.id, attack="int8").status_code == 200
+    (first, digest), *_ = one.leases(2)[1:]
+    receipt = one.finish(first, digest).receipt
+    address = f"/v1/receipts/{receipt_id(receipt)}"
+    assert not world.http.get(address).json()["withheld"]
+    [(shadow, digest)] = two.leases(1)
+    assert unit_of(shadow) == unit_of(first)
+    assert world.http.get(address).json()["withheld"]
+    two.finish(shadow, digest)
+    assert not world.http.get(address).json()["withheld"]
+
+
+def leases_of(world: World, group: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = world.http.get(f"/v1/groups/{group}").json()["leases"]
+    return found

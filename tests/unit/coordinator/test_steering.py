@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from coordinator.models import Node
 from coordinator.steering import E_STEERING
 from protocol.messages import Lease, LeaseReturn
 from protocol.statistics import LUCK_ALARM_MILLI
@@ -40,6 +41,7 @@ def turn(world: World, nodes: list[tuple[FakeNode, int]], leases: int = 6) -> li
 
 
 def test_a_node_that_is_always_luckier_than_its_peers_is_pinned_and_not_punished(make_world: MakeWorld) -> None:
+    """And so is its only peer, for it may be the one that chooses."""
     world = make_world(batch=BATCH)
     world.publish()
     lucky, other = world.node("lucky").join(), world.node("other").join()
@@ -48,14 +50,38 @@ def test_a_node_that_is_always_luckier_than_its_peers_is_pinned_and_not_punished
         assert not any(lease.pinned for lease in turn(world, [(lucky, 1_000_000), (other, 0)]))
         turns += 1
         assert turns < 40
+    worse = world.node_row(other)
+    assert (worse["luck_milli"], worse["pinned_ms"]) == (0, world.node_row(lucky)["pinned_ms"])
+    assert worse["worse_milli"] == world.node_row(lucky)["luck_milli"]
+    assert (worse["state"], worse["reasons"], worse["rejected"]) == ("active", {E_STEERING: 1}, 0)
     row = world.node_row(lucky)
     assert row["luck_milli"] >= LUCK_ALARM_MILLI
     assert row["reasons"] == {E_STEERING: 1}
     assert (row["state"], row["rejected"], row["forfeited"]) == ("active", 0, 0)
-    assert (world.node_row(other)["luck_milli"], world.node_row(other)["pinned_ms"]) == (0, None)
-    assert all(lease.pinned for lease, _ in lucky.leases(2))
-    assert not any(lease.pinned for lease, _ in other.leases(2))
+    assert all(lease.pinned for node in (lucky, other) for lease, _ in node.leases(2))
     check_log(world)
+
+
+def test_a_node_that_chooses_what_earns_least_is_pinned_before_its_peers(make_world: MakeWorld) -> None:
+    """It makes each of its peers look lucky, but less so than it looks unlucky itself."""
+    world = make_world(batch=BATCH | {"samples_per_lease": 1})
+    world.publish()
+    saboteur, *peers = nodes = [world.node(f"{name}").join() for name in range(4)]
+    before = LUCK_ALARM_MILLI - 1000  # as after some thirty such groups
+    with world.coordinator.database.write() as session:
+        session.get_one(Node, saboteur.key.id).worse_milli = before
+    for _ in range(3):
+        assert world.node_row(saboteur)["pinned_ms"] is None
+        turn(world, [(node, 0 if node is saboteur else 1_000_000) for node in nodes], leases=1)
+    row = world.node_row(saboteur)
+    assert row["pinned_ms"] is not None
+    assert (row["luck_milli"], row["state"], row["reasons"]) == (0, "active", {E_STEERING: 1})
+    for peer in peers:
+        other = world.node_row(peer)
+        assert (other["pinned_ms"], other["worse_milli"]) == (None, 0)
+        assert 0 < 2 * other["luck_milli"] < row["worse_milli"] - before
+    assert all(lease.pinned for lease, _ in saboteur.leases(2))
+    assert not any(lease.pinned for lease, _ in peers[0].leases(2))
 
 
 def test_luck_has_a_floor_and_an_unban_forgets_it(make_world: MakeWorld) -> None:
@@ -63,14 +89,15 @@ def test_luck_has_a_floor_and_an_unban_forgets_it(make_world: MakeWorld) -> None
     world.publish()
     one, other = world.node("one").join(), world.node("other").join()
     turn(world, [(one, 0), (other, 1_000_000)])
-    assert world.node_row(one)["luck_milli"] == 0  # bad luck is not banked
+    assert world.node_row(one)["luck_milli"] == 0  # bad luck is not banked as luck
+    assert world.node_row(one)["worse_milli"] > 0
     assert (before := world.node_row(other)["luck_milli"]) > 0
     turn(world, [(one, 1_000_000), (other, 0)])
     assert world.node_row(one)["luck_milli"] > 0
     assert world.node_row(other)["luck_milli"] < before
     assert world.admin("ban", node_id=one.key.id).status_code == 200
     assert world.admin("unban", node_id=one.key.id).status_code == 200
-    assert world.node_row(one)["luck_milli"] == 0
+    assert (world.node_row(one)["luck_milli"], world.node_row(one)["worse_milli"]) == (0, 0)
 
 
 def test_equal_rewards_and_groups_without_peers_say_nothing(make_world: MakeWorld) -> None:
@@ -101,7 +128,10 @@ def test_a_node_whose_completions_are_always_longer_is_pinned_too(make_world: Ma
     row = world.node_row(long)
     assert (row["luck_milli"], row["state"], row["reasons"]) == (0, "active", {E_STEERING: 1})
     assert row["length_milli"] >= LUCK_ALARM_MILLI
-    assert (world.node_row(short)["length_milli"], world.node_row(short)["pinned_ms"]) == (0, None)
+    other = world.node_row(short)
+    assert (other["length_milli"], other["shorter_milli"], other["pinned_ms"]) == (
+        0, row["length_milli"], row["pinned_ms"]
+    )
 
 
 # -- who gets which part of a group -------------------------------------------------------------------------

@@ -103,6 +103,20 @@ def test_a_receipt_that_was_not_kept_is_said(world: World, node: FakeNode, home:
     assert "not in receipts.jsonl" in lines(found)
 
 
+def test_what_is_not_shown_yet_is_explained_from_the_receipt_that_was_kept(
+    world: World, node: FakeNode, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receipt = keep(home, node.work(1)[0])
+    monkeypatch.setattr(world.coordinator.replicas, "withheld", lambda *_: True)
+    world.verifier.pass_all()
+    found = explain(home, node.client, receipt.lease_id)
+    assert (found.state, found.withheld, found.in_log, len(found.verdicts)) == ("pass", True, True, 1)
+    assert "not shown yet" in lines(found)
+    home.receipts.unlink()
+    with pytest.raises(LocalFault, match="E_WITHHELD"):
+        explain(home, node.client, receipt.receipt_id)
+
+
 def test_a_coordinator_that_shows_something_else(
     world: World, node: FakeNode, home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:

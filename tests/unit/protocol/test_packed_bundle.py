@@ -231,3 +231,34 @@ def test_noise_is_a_peer_fault(noise):
 def test_any_honest_bundle_comes_back(number, samples, length):
     bundle = make_bundle(np.random.default_rng(number), RULES, samples=samples, length=length)
     _same(bundle, decode(encode(bundle), RULES))
+
+
+# -- limits -------------------------------------------------------------------------------------------------
+
+
+def committed(bundle: Bundle) -> tuple[int, int]:
+    return len(bundle.rollouts), sum(map(len, bundle.rollouts))
+
+
+@pytest.mark.parametrize("form", [encode, encode_simple])
+def test_more_than_was_committed_to_is_refused_before_it_is_decoded(bundle, form, monkeypatch):
+    (rollouts, tokens), made = committed(bundle), form(bundle)
+    _same(bundle, decode(made, RULES, most=(rollouts, tokens)))
+    _same(bundle, decode(made, RULES, most=(rollouts + 1, tokens + 1)))  # that is for T0.4
+
+    def never(*_):
+        raise AssertionError("work was spent")
+
+    for name in ("code_column", "code_tokens"):
+        monkeypatch.setattr(packed_tokens, name, never)
+    for most in ((rollouts - 1, tokens), (rollouts, tokens - 1), (0, 0)):
+        with pytest.raises(PeerFault, match="E_COUNTS"):
+            decode(made, RULES, most=most)
+
+
+def test_a_stream_that_is_cut_off_ends_the_work():
+    """Past its end a reader reads zeros, which may go on for long; nothing that follows can be right."""
+    coder, column = bit_coder.reader(b"", 12), np.zeros(200_000, np.int64)
+    packed_tokens.code_column(coder, 0, column)
+    assert bit_coder.past(coder)
+    assert 0 < np.count_nonzero(column) < len(column) / 2
