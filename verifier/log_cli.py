@@ -226,9 +226,13 @@ def _head_in(name: str, path: Path) -> str:
                 raise _no_head(name, path) from None
             return note
         data += file.read(_MAX_EVIDENCE_BYTES + 1 - len(data))
-    if len(data) > _MAX_EVIDENCE_BYTES:
-        raise PeerFault(E_TOO_LARGE, f"{path} is too large", expected=f"<= {_MAX_EVIDENCE_BYTES} bytes")
-    proof = evidence_file.decode(data).log
+    try:
+        if len(data) > _MAX_EVIDENCE_BYTES:
+            raise PeerFault(E_TOO_LARGE, "evidence too large", expected=f"<= {_MAX_EVIDENCE_BYTES} bytes")
+        proof = evidence_file.decode(data).log
+    except PeerFault as error:
+        error.hint = f"{path} is no sound evidence: get it again from /v1/evidence/RECEIPT_ID of the coordinator"
+        raise
     if proof is None:
         raise _no_head(name, path)
     return proof.head

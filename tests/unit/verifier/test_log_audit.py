@@ -392,6 +392,7 @@ def test_pipes_and_endless_files_are_refused(world: World, tmp_path: Path, monke
         os.truncate(huge, 1 << 40)  # with a hole in it
         status, found = audit(world, URL, "--against", huge)
         assert (status, found["code"]) == code
+        assert "log again" not in found["hint"]
     assert audit(world, huge)[0] == 3
 
 
