@@ -59,7 +59,12 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     "E_LOG_SILENT": ("the coordinator acted without writing it down, or shows an older log",),
     "E_LOG_STALE": (
         "the coordinator shows you an older log than it shows to others", "the coordinator was down for long",
-        "your clock is wrong",
+        "your clock is wrong", "the coordinator's clock is wrong, or its newest entry is dated ahead to look fresh",
+    ),
+    "E_LOG_BEHIND": ("the copy was downloaded before the head was signed",),
+    "E_LOG_ANSWER": (
+        "a proxy, a portal or another server answers in the coordinator's stead", "the coordinator is broken or of "
+        "another release", "the coordinator withholds what it signed",
     ),
     "E_LOG_INCLUSION": ("the proof was damaged, or is for another head",),
     "E_LOG_ROLLBACK": ("the coordinator's database was restored from an older backup", _REWRITTEN),
@@ -79,8 +84,12 @@ _TRY_AGAIN: Final = (
     "file and the report: together with the run's root key they convince anybody."
 )
 _COORDINATOR: Final = (
-    "Keep both signed heads (and the file you downloaded): they prove it to anybody. Ask the operator in public, and "
-    "compare heads with other auditors (assay audit log --against)."
+    "Keep both signed heads and the file you downloaded: two heads of one size prove it to anybody, others together "
+    "with the entries. Ask the operator in public, and compare heads with other auditors (assay audit log --against)."
+)
+_COMPARE: Final = (
+    "It proves nothing yet. Keep what you have, try another way to the coordinator, and compare heads with other "
+    "auditors (assay audit log --against)."
 )
 #: Code -> what to do.
 ADVICE: Final[dict[str, str]] = {
@@ -92,6 +101,10 @@ ADVICE: Final[dict[str, str]] = {
     "E_WRONG_KEY": "Check that --root is the root key of this run: it stands in the run's join link.",
     "E_EVIDENCE": "Get the evidence file again: /v1/evidence/RECEIPT of the coordinator.",
     "E_LEASE_INCOHERENT": "Ask the operator: leases and receipts are signed by the coordinator, not by the node.",
+    "E_LOG_ANSWER": "Try again, and another way to the coordinator. Nobody signed what was answered.",
+    "E_LOG_BEHIND": "Download the log again: assay audit log URL --root HEX --save FILE.",
+    "E_LOG_ROLLBACK": _COMPARE,
+    "E_LOG_STALE": _COMPARE,
     "E_LOG_FILE": "Download the log again: assay audit log URL --root HEX --save FILE.",
     "E_WITHHELD": "Ask again later: the evidence is shown once nobody can hand in a copy of the bundle.",
     "E_UNREACHABLE": "Check the address, and that the coordinator is up; then try again.",

@@ -34,6 +34,7 @@ from protocol.api import (
 from protocol.clock import Clock, SystemClock
 from protocol.envelope import Envelope
 from protocol.errors import (
+    E_CONFIG,
     E_KEY_FILE,
     E_NOT_FOUND,
     E_OBJECT_HASH,
@@ -114,7 +115,7 @@ class CoordinatorClient:
         self._random = random.Random(seed)
         self._http = httpx.Client(
             base_url=self.base_url, transport=transport, follow_redirects=True, timeout=REQUEST_TIMEOUT_S,
-            trust_env=httpx.URL(self.base_url).host not in _LOOPBACK,
+            trust_env=_host_of(self.base_url) not in _LOOPBACK,
             limits=httpx.Limits(max_connections=16, max_keepalive_connections=8),
         )
 
@@ -333,7 +334,7 @@ class CoordinatorClient:
                 method, url, content=content, headers=headers, params=params, timeout=timeout_s
             ) as response:
                 body = _bounded(response, max_bytes)
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
             raise Transient(
                 E_UNREACHABLE, f"{method} {url} got no answer from {self.base_url}",
                 got=f"{type(error).__name__}: {error}", hint="is the coordinator running and the address right?",
@@ -341,6 +342,16 @@ class CoordinatorClient:
         if response.status_code >= 400:
             raise _failure(response, body)
         return body
+
+
+def _host_of(address: str) -> str:
+    """The host of what has the form of an address; ``E_CONFIG`` when none can have this name."""
+    try:
+        url = httpx.URL(address)
+        url.raw_host.decode().encode("idna")  # as it will be looked up: no label is empty or over 63 bytes
+        return url.host
+    except (httpx.InvalidURL, UnicodeError) as error:
+        raise LocalFault(E_CONFIG, "no server has this address", got=repr(address[:99]), hint=str(error)[:99]) from None
 
 
 def _bounded(response: httpx.Response, max_bytes: int) -> bytes:

@@ -27,6 +27,8 @@ from protocol.paths import replacing
 E_LOG_FILE = code("E_LOG_FILE", "a log file is malformed")
 
 FORMAT: Final = "assay-log.v1"
+#: What every log file begins with.
+MAGIC: Final = canonical.encode({"format": FORMAT})[:-1] + b","
 #: Longest line, in bytes: the run manifest's envelope, or one entry.
 MAX_LINE_BYTES: Final = 2 * MAX_ENTRY_BYTES
 
@@ -57,11 +59,11 @@ class LogFile:
         """All entries, unchecked but for their form.
 
         Raises:
-            PeerFault: ``E_TOO_LARGE``, ``E_JSON`` or ``E_LOG_ENTRY``.
+            PeerFault: ``E_LOG_FILE``, ``E_TOO_LARGE``, ``E_JSON`` (for an empty line too) or ``E_LOG_ENTRY``.
         """
         with self.path.open("rb") as file:
             _line(file), _line(file)
-            while line := _line(file):
+            while (line := _line(file)) is not None:
                 yield LogEntry.from_bytes(line)
 
 
@@ -80,18 +82,20 @@ def write(path: Path, root_public_key: bytes, run_manifest: Envelope, head: str,
 
 
 def _object(file: BinaryIO, keys: set[str]) -> dict[str, Any]:
-    value = canonical.decode(_line(file), max_bytes=MAX_LINE_BYTES)
+    value = canonical.decode(_line(file) or b"", max_bytes=MAX_LINE_BYTES)
     if not isinstance(value, dict) or set(value) != keys:
         raise _malformed(f"keys {', '.join(sorted(keys))}", str(value)[:80])
     return value
 
 
-def _line(file: BinaryIO) -> bytes:
-    """The next line without its line break; empty at the end."""
+def _line(file: BinaryIO) -> bytes | None:
+    """The next line without its line break, which may be empty; None at the end."""
     line = file.readline(MAX_LINE_BYTES + 1)
     if len(line) > MAX_LINE_BYTES:
         raise PeerFault(E_TOO_LARGE, "log file line too long", expected=f"<= {MAX_LINE_BYTES} bytes")
-    if line and not line.endswith(b"\n"):
+    if not line:
+        return None
+    if not line.endswith(b"\n"):
         raise _malformed("lines that end", "a file that breaks off")
     return line[:-1]
 

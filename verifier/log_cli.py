@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,19 +15,29 @@ from protocol import log_file
 from protocol.causes import likely_causes
 from protocol.client import CoordinatorClient
 from protocol.clock import SystemClock
-from protocol.errors import E_USAGE, E_WRONG_KEY, LocalFault, PeerFault
+from protocol.errors import E_TOO_LARGE, E_USAGE, E_WRONG_KEY, LocalFault, PeerFault
 from protocol.log_entry import LogEntry
+from protocol.log_head import LogHead
 from protocol.messages import RunManifest
 from protocol.paths import Named, check_input_file, check_output_file, replacing
 from protocol.signed_note import MAX_NOTE_BYTES
 from verifier.audit_report import log_json
 from verifier.audit_table import ended, findings_table
 from verifier.draw_audit import DrawAudit, audit_draws
+from verifier.findings import Report
 from verifier.log_audit import KnownHead, LogAudit, LogReader, audit_log, check_fresh, check_receipt, entries
 from verifier.log_source import FileLog, LiveLog, LogSource
 
 #: Longest time one question to the coordinator takes, retries included, in seconds.
 _DEADLINE_S: Final = 30.0
+_RECEIPT_ID: Final = re.compile("[0-9a-f]{32}")
+#: Longest evidence file: magic and length, header, bundle.
+_MAX_EVIDENCE_BYTES: Final = 12 + evidence_file.MAX_HEADER_BYTES + evidence_file.MAX_BUNDLE_BYTES
+_HEADS_PROVE: Final = "This head contradicts the last one. Both are signed: keep them, they prove it to anybody."
+_ENTRIES_PROVE: Final = (
+    "This head is of another history than the last one. Both are signed: keep them and the log's entries (a file of "
+    "them, or /v1/log), together they prove it to anybody."
+)
 _STYLE: Final = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
 
 
@@ -35,11 +46,9 @@ def audit(
     *, whole: bool, as_json: bool,
 ) -> str:
     """``assay audit log``; the outcome."""
-    _check_call(where, root, remember, against, save)
+    _check_call(where, root, remember, against, save, receipts)
     with _open(where) as source:
         run, pinned = _run_of(source, root)
-        if receipts and not isinstance(source, LiveLog):
-            raise LocalFault(E_USAGE, "--receipt asks a coordinator", expected="an address", got=where)
         known = _known(remember, against)
         result = audit_log(source, run, known, whole=whole or isinstance(source, FileLog) or save is not None)
         for receipt in receipts:
@@ -59,56 +68,116 @@ def audit(
 
 def audit_run(where: str, root: bytes | None, remember: Path | None, *, as_json: bool) -> str:
     """``assay audit run``; the outcome."""
-    _check_call(where, root, remember, [], None)
+    _check_call(where, root, remember, [], None, [])
     with _open(where) as source:
         run, _ = _run_of(source, root)
-        result = audit_log(source, run, _known(remember, []), whole=True)
-        draws = DrawAudit()
-        if result.outcome == "pass":
-            draws = audit_draws(run, LogReader(source, result.head), result.report)
+        draws = _Draws(run)
+        result = audit_log(source, run, _known(remember, []), whole=True, follow=draws.follow)
+        if result.whole:
+            draws.believe(result.report)
+        if isinstance(source, LiveLog):
+            check_fresh(source, result, SystemClock().now_ms())
+    counts = draws.counts if result.whole else DrawAudit()
     _finish(result, remember)
     if as_json:
-        print(log_json("run", result, where, draws=draws.to_dict()))
+        print(log_json("run", result, where, draws=counts.to_dict()))
     else:
-        _print(result, draws.words())
+        _print(result, counts.words())
     return result.outcome
 
 
+class _Draws:
+    """The audit of the draws, made in the one pass that checks the entries, and believed only once they are checked."""
+
+    def __init__(self, run: RunManifest):
+        self._run, self._report = run, Report()
+        self._fault: PeerFault | None = None
+        self.counts = DrawAudit()
+
+    def follow(self, passing: Iterator[LogEntry]) -> None:
+        """Read the entries."""
+        try:
+            self.counts = audit_draws(self._run, passing, self._report)
+        except PeerFault as error:  # of an entry; or of the reading, which whoever checks the entries finds again
+            self._fault = error
+
+    def believe(self, report: Report) -> None:
+        """Tell what was found in entries that are now known to be those under the head; raises as ``audit_draws``."""
+        if self._fault is not None:
+            self._fault.hint = "the coordinator signed a head over this entry: ask its operator"
+            raise self._fault
+        report.absorb(self._report)
+
+
 def _check_call(
-    where: str, root: bytes | None, remember: Path | None, against: list[Path], save: Path | None
+    where: str, root: bytes | None, remember: Path | None, against: list[Path], save: Path | None, receipts: list[str]
 ) -> None:
-    """What is read is there; what is written overwrites nothing that is read, nor the other."""
+    """What is read is there; what is written overwrites nothing that is read, nor the other, nor what is no log."""
     if _is_address(where) and root is None:
         raise LocalFault(
             E_USAGE, "whose log should it be?", expected="--root HEX", got="no root key",
             hint="the root public key stands in the run's join link (root=...)",
         )
+    for receipt in receipts:
+        if not _RECEIPT_ID.fullmatch(receipt):
+            raise LocalFault(
+                E_USAGE, "--receipt is no receipt id", expected="32 lower-case hex digits", got=receipt[:80],
+                hint="a node's receipts stand in its folder, the run's in its log: submitted, receipt_id",
+            )
+    if receipts and not _is_address(where):
+        raise LocalFault(E_USAGE, "--receipt asks a coordinator", expected="an address", got=where)
     inputs: list[Named] = [("--against", path) for path in against]
-    for name, path in inputs:
-        check_input_file(name, path)
     if not _is_address(where):
         inputs.append(("the log", Path(where)))
-        check_input_file("the log", Path(where))
+    for name, path in inputs:
+        check_input_file(name, path)
+        _check_regular(name, path)
     if save is not None:
         check_output_file("--save", save, inputs)
+        _check_replaceable("--save", save, log_file.MAGIC, "a log file, or a new file")
         inputs.append(("--save", save))
-    if remember is None:
+    if remember is not None:
+        check_output_file("--remember", remember, inputs)
+        _check_remembered(remember)
+
+
+def _check_regular(name: str, path: Path) -> None:
+    """A pipe could be read once only, and might never end."""
+    if not path.is_file():
+        raise LocalFault(
+            E_USAGE, f"{name} is a pipe or a device", expected="a file on a disk", got=str(path)[:400],
+            hint="write it to a file first",
+        )
+
+
+def _check_replaceable(name: str, path: Path, magic: bytes, expected: str) -> None:
+    """An existing file that holds something else than what is about to be written is somebody's."""
+    if path.is_file() and (start := _start_of(path, len(magic))) and start != magic:
+        raise LocalFault(
+            E_USAGE, f"{name} would overwrite something else", expected=expected, got=str(path)[:400],
+            hint="nothing was written; give another name",
+        )
+
+
+def _check_remembered(path: Path) -> None:
+    if not path.exists():
         return
-    check_output_file("--remember", remember, inputs)
-    if remember.exists() and _is_evidence(remember):
+    _check_regular("--remember", path)
+    if _start_of(path, len(evidence_file.MAGIC)) == evidence_file.MAGIC:
         raise LocalFault(
             E_USAGE, "--remember would overwrite evidence", expected="a head that was remembered, or a new file",
-            got=str(remember), hint="compare with the head in an evidence file by --against",
+            got=str(path)[:400], hint="compare with the head in an evidence file by --against",
         )
+    _head_in("--remember", path)
 
 
 def _is_address(where: str) -> bool:
     return where.startswith(("http://", "https://"))
 
 
-def _is_evidence(path: Path) -> bool:
+def _start_of(path: Path, length: int) -> bytes:
     with path.open("rb") as file:
-        return file.read(len(evidence_file.MAGIC)) == evidence_file.MAGIC
+        return file.read(length)
 
 
 @contextmanager
@@ -130,30 +199,53 @@ def _run_of(source: LogSource, root: bytes | None) -> tuple[RunManifest, bytes]:
             )
         root = source.root_public_key
     assert root is not None  # an address is asked only with a root key
-    return RunManifest.open(source.run_manifest, root), root
+    try:
+        return RunManifest.open(source.run_manifest, root), root
+    except PeerFault as error:
+        if isinstance(source, LiveLog):
+            error.hint = "compare --root and the address with the run's join link: another run is served there"
+        raise
 
 
 def _known(remember: Path | None, against: list[Path]) -> list[KnownHead]:
-    known = [KnownHead(str(path), _head_in(path)) for path in against]
+    known = [KnownHead(str(path), _head_in("--against", path)) for path in against]
     if remember is not None and remember.exists():
-        known.insert(0, KnownHead(str(remember), _head_in(remember)))
+        known.insert(0, KnownHead(str(remember), _head_in("--remember", remember)))
     return known
 
 
-def _head_in(path: Path) -> str:
-    """The signed head in a file: a note as the coordinator serves it, or an evidence file."""
+def _head_in(name: str, path: Path) -> str:
+    """The signed head in a file: a note as the coordinator serves it, or an evidence file. No signature is checked."""
     with path.open("rb") as file:
         data = file.read(MAX_NOTE_BYTES + 1)
         if not data.startswith(evidence_file.MAGIC):
             try:
-                return data.decode()
-            except UnicodeDecodeError:
-                raise LocalFault(E_USAGE, f"{path} holds no log head", expected="a signed note") from None
-        data += file.read()
-    proof = evidence_file.decode(data).log
+                note = data.decode()
+                LogHead.peek(note)
+            except (UnicodeDecodeError, PeerFault):
+                raise _no_head(name, path) from None
+            return note
+        data += file.read(_MAX_EVIDENCE_BYTES + 1 - len(data))
+    try:
+        if len(data) > _MAX_EVIDENCE_BYTES:
+            raise PeerFault(E_TOO_LARGE, "evidence too large", expected=f"<= {_MAX_EVIDENCE_BYTES} bytes")
+        proof = evidence_file.decode(data).log
+    except PeerFault as error:
+        error.hint = f"{path} is no sound evidence: get it again from /v1/evidence/RECEIPT_ID of the coordinator"
+        raise
     if proof is None:
-        raise LocalFault(E_USAGE, f"{path} holds no log head", expected="evidence that was served by a coordinator")
+        raise _no_head(name, path)
     return proof.head
+
+
+def _no_head(name: str, path: Path) -> LocalFault:
+    if name == "--remember":
+        expected, hint = "a head that was remembered, or a new file", "nothing was written; give another name"
+    else:
+        expected, hint = "a signed head, or evidence that carries one", "heads are served at /v1/log/head"
+    return LocalFault(
+        E_USAGE, f"{name}: the file holds no log head", expected=expected, got=str(path)[:400], hint=hint
+    )
 
 
 def _save(path: Path, source: LogSource, result: LogAudit, root: bytes) -> None:
@@ -182,8 +274,9 @@ def _print(result: LogAudit, summary: str) -> None:
     console.print(f"[{_STYLE[result.outcome]}]{result.outcome.upper()}[/]{ended('', result.code)}", soft_wrap=True)
     for cause in likely_causes(result.code):
         console.print(f"  - {cause}", soft_wrap=True, markup=False)
+    for note in result.conflicts:
+        alone = LogHead.peek(note).size == result.head.size
+        console.print(_HEADS_PROVE if alone else _ENTRIES_PROVE, soft_wrap=True)
+        console.print(note, soft_wrap=True, markup=False)
     if result.conflicts:
-        words = "These heads contradict each other. Both are signed: keep them, they prove it to anybody."
-        console.print(words, soft_wrap=True)
-        for note in (*result.conflicts, result.note):
-            console.print(note, soft_wrap=True, markup=False)
+        console.print(result.note, soft_wrap=True, markup=False)

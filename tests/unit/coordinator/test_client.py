@@ -167,6 +167,14 @@ def test_redirects_to_the_store_are_followed(clock: FakeClock) -> None:
         assert desk.fetch(hashlib.sha256(b"from the store").hexdigest()) == b"from the store"
 
 
+@pytest.mark.parametrize("location", ["http://a..b/", "http://[", "ftp://x/"])
+def test_a_redirect_to_no_address_is_no_answer(location: str, clock: FakeClock) -> None:
+    redirect = httpx.Response(302, headers={"location": location})
+    with client(lambda _: redirect, clock) as desk, pytest.raises(Transient) as caught:
+        desk.get_object("/v1/run")
+    assert caught.value.code == E_UNREACHABLE
+
+
 def test_an_upload_goes_where_it_is_told(clock: FakeClock) -> None:
     seen = []
 
@@ -196,7 +204,14 @@ def test_answers_that_make_no_sense_are_the_coordinators_fault(body: bytes, cloc
     assert caught.value.code == "E_SCHEMA"
 
 
-@pytest.mark.parametrize("url", ["foo", "", "ftp://x", "http://", "127.0.0.1:8700", "http://[::1", "http://x:port"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "foo", "", "ftp://x", "http://", "127.0.0.1:8700", "http://[::1", "http://x:port", "http://127.0.0.1:x",
+        "http://a..b/", "http://\udcff", "http://xn--/", f"http://{'a' * 64}", f"http://{'a.' * 40_000}b",
+        "http://h\n:80", "http://[v1.x]/",
+    ],
+)
 def test_what_is_no_address_of_a_coordinator_is_refused(url: str) -> None:
     with pytest.raises(LocalFault, match="E_CONFIG"):
         CoordinatorClient(url, None)

@@ -117,6 +117,7 @@ def test_log_files_come_back(path: Path) -> None:
     read = LogFile.open(path)
     assert (read.root_public_key, read.run_manifest, read.head) == (KEY.public_key, RUN, PROOF.head)
     assert list(read.entries()) == list(read.entries()) == ENTRIES
+    assert path.read_bytes().startswith(log_file.MAGIC)
     assert [file.name for file in path.parent.iterdir()] == ["run.log"]
 
 
@@ -131,6 +132,10 @@ def test_log_files_come_back(path: Path) -> None:
         (lambda data: data.replace(b"\n", b"\r\n"), "E_JSON"),
         (lambda data: data.replace(b'"kind":"verdict"', b'"kind":7'), "E_LOG_ENTRY"),
         (lambda data: data + b"{}\n", "E_LOG_ENTRY"),
+        (lambda data: data + b"\n", "E_JSON"),
+        (lambda data: data + b"\n" + b"anything at all\n", "E_JSON"),
+        (lambda data: data.replace(b'\n{"at_ms"', b'\n\n{"at_ms"'), "E_JSON"),
+        (lambda data: b"\n" + data, "E_JSON"),
         (lambda data: data + b"x" * (log_file.MAX_LINE_BYTES + 1) + b"\n", "E_TOO_LARGE"),
     ],
 )
