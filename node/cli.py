@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from protocol.errors import AssayError, exit_status, explain
+from protocol.text import printable
 
 if TYPE_CHECKING:
     from node.daemon import Daemon
@@ -65,7 +66,7 @@ def join(
         place, parsed = Home(home.expanduser()), JoinLink.parse(link)
         with CoordinatorClient(parsed.base_url, None, run_id=parsed.run_id) as client:
             joined = join_run(parsed, place, client, SystemClock(), name=name)
-        print(f"joined run {joined.run.name} ({joined.run.run_id}) as {joined.name}")
+        print(f"joined run {printable(joined.run.name)} ({joined.run.run_id}) as {joined.name}")
         print(f"node id   {joined.node_id}")
         print(f"device    cpu, free disk {place.free_mb():,} MiB")
         if joined.new_key:

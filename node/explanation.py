@@ -17,6 +17,7 @@ from protocol.errors import E_NOT_FOUND, E_USAGE, AssayError, LocalFault, PeerFa
 from protocol.identity import key_id
 from protocol.log_proof import LogProof
 from protocol.messages import Finding, Receipt, RunManifest, Verdict
+from protocol.text import printable
 
 #: States of a receipt that call for an explanation.
 _UNWELCOME = frozenset({"fail", "aside", "void"})
@@ -71,7 +72,7 @@ class Explanation:
         again = f"assay audit {self.receipt_id} --root {self.root} --checkpoint DIR"
         if self.withheld:
             lines.append("evidence  not shown yet: another node may still be making the same rollouts; ask again later")
-        return [*lines, f"evidence  curl -O {evidence}", f"audit it  {again}"]
+        return [printable(line) for line in (*lines, f"evidence  curl -O {evidence}", f"audit it  {again}")]
 
 
 def explain(home: Home, client: CoordinatorClient, what: str | None) -> Explanation:

@@ -45,7 +45,7 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
         "chance: at most 2 % of honest nodes within 10,000 groups, 1 % for reward and 1 % for length",
     ),
     "E_SWAP_PINNED": ("the node took up new weights in a lease that forbids it",),
-    "E_SIGNATURE": ("the commitment was changed after signing, or signed with another key",),
+    "E_SIGNATURE": ("what had to be signed was changed after signing, or signed with another key",),
     "E_VERSION_MISSING": ("a checkpoint that the rollouts used is in none of the given folders",),
     "E_STATE_ROOT": ("a folder or store holds damaged or other weights",),
     "E_NOT_FOUND": ("a file of the run (configuration, tokenizer, task data) is in none of the given folders",),
@@ -56,6 +56,9 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "E_WRONG_KEY": ("the file is of another run than the one whose root key you gave",),
     "E_LEASE_INCOHERENT": ("the coordinator signed a lease or a receipt that contradicts what was published",),
+    "E_LOG_VERDICT": (
+        "a verdict was taken out of the file", "the coordinator made up a verdict that no verifier of the run signed",
+    ),
     "E_LOG_SILENT": ("the coordinator acted without writing it down, or shows an older log",),
     "E_LOG_STALE": (
         "the coordinator shows you an older log than it shows to others", "the coordinator was down for long",
@@ -77,6 +80,26 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     "E_DRAW_SKIPPED": ("the coordinator or a verifier let a bundle pass that should have been recomputed",),
     "E_DRAW_PRETEXT": ("a node was singled out for a recomputation that nothing in the log explains",),
     "E_BAN_UNFOUNDED": ("a node was banned without a verdict against it",),
+}
+
+#: (Code, step) -> likely causes and what to do, where the step that found it says more than the code.
+AT: Final[dict[tuple[str, str], tuple[tuple[str, ...], str]]] = {
+    ("E_WRONG_KEY", "T0.1"): (
+        ("the file holds the public key of another node than the lease's: whoever made the file put it in",),
+        "Get the evidence again, from the coordinator: a node's key in a file is as good as whoever made the file.",
+    ),
+    ("E_SIGNATURE", "T0.1"): (
+        ("the commitment was changed after signing, or signed with another key than the node's",),
+        "Get the evidence again, from the coordinator: it takes no commitment that its node did not sign.",
+    ),
+    ("E_OTHER_LEASE", "T0.1"): (
+        ("whoever made the file put the commitment of one lease to another lease",),
+        "Get the evidence again, from the coordinator.",
+    ),
+    ("E_SIGNATURE", "L.1"): (
+        ("the head of the log was changed after signing", "the head is signed by another key than the coordinator's"),
+        "Get the evidence again, from the coordinator.",
+    ),
 }
 
 _TRY_AGAIN: Final = (
@@ -105,6 +128,7 @@ ADVICE: Final[dict[str, str]] = {
     "E_LOG_BEHIND": "Download the log again: assay audit log URL --root HEX --save FILE.",
     "E_LOG_ROLLBACK": _COMPARE,
     "E_LOG_STALE": _COMPARE,
+    "E_LOG_VERDICT": "Get the evidence again, from the coordinator. If it is the same, ask the operator in public.",
     "E_LOG_FILE": "Download the log again: assay audit log URL --root HEX --save FILE.",
     "E_WITHHELD": "Ask again later: the evidence is shown once nobody can hand in a copy of the bundle.",
     "E_UNREACHABLE": "Check the address, and that the coordinator is up; then try again.",
@@ -115,14 +139,21 @@ ADVICE: Final[dict[str, str]] = {
 }
 
 
-def advice(code: str) -> str:
-    """What to do about a code."""
+def advice(code: str, check: str = "") -> str:
+    """What to do about a code, which ``check`` ended with."""
+    placed = AT.get((code, _step(check)))
+    if placed is not None:
+        return placed[1]
     if code.startswith(("E_LOG_", "E_DRAW_", "E_BAN_")):
         return ADVICE.get(code, _COORDINATOR)
     return ADVICE.get(code, _TRY_AGAIN if code in CAUSES else "See the message: it says what was expected and got.")
 
 
+def likely_causes(code: str | None, check: str = "") -> tuple[str, ...]:
+    """Likely causes of a code, which ``check`` ended with; empty when we know none."""
+    placed = AT.get((code or "", _step(check)))
+    return CAUSES.get(code or "", ()) if placed is None else placed[0]
 
-def likely_causes(code: str | None) -> tuple[str, ...]:
-    """Likely causes of a code, empty when we know none."""
-    return CAUSES.get(code or "", ())
+
+def _step(check: str) -> str:
+    return check.partition(" ")[0]

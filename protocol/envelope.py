@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import re
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from protocol.identity import Identity, key_id, verify
 
 #: Most signatures an envelope may carry; more would let a peer buy CPU from us.
 MAX_SIGNATURES: Final = 8
+_KEY_ID: Final = re.compile(r"[0-9a-f]{64}")
 
 
 def pae(payload_type: str, payload: bytes) -> bytes:
@@ -96,6 +98,8 @@ class Envelope:
         for item in signatures:
             if not isinstance(item, dict) or set(item) != {"keyid", "sig"} or not isinstance(item["keyid"], str):
                 raise _malformed("signatures of the form {keyid, sig}", item)
+            if not _KEY_ID.fullmatch(item["keyid"]):
+                raise _malformed("key ids of 64 lower-case hex digits", item["keyid"])
             if item["keyid"] in parsed:
                 raise _malformed("one signature per key", item["keyid"])
             parsed[item["keyid"]] = _base64(item["sig"])

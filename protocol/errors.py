@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from protocol.text import printable, printable_lines
+
 #: Stable code -> one line of meaning. A code is never reused for another meaning and never removed.
 CODES: Final[dict[str, str]] = {}
 
@@ -40,6 +42,7 @@ class AssayError(Exception):
     """Base of every error Assay raises on purpose."""
 
     status: int = 500  #: HTTP status used when the error leaves through an API.
+    step: str = ""  #: of the checks at which it was found, where that says more of its causes than the code
 
     def __init__(self, code: str, message: str, *, expected: Any = None, got: Any = None, hint: str | None = None):
         if code not in CODES:
@@ -78,11 +81,11 @@ def exit_status(error: AssayError) -> int:
 
 
 def explain(error: AssayError) -> str:
-    """An error for a human: what, expected, got, what to do."""
-    lines = [f"error {error.code}: {error.message}"]
+    """An error for a human: what, expected, got, what to do. Nothing in it controls the terminal."""
+    lines = [f"error {error.code}: {printable(error.message)}"]
     for label, value in (("expected", error.expected), ("got", error.got), ("hint", error.hint)):
         if value is not None:
-            lines.append(f"  {label + ':':<9} {value}")
+            lines.append(f"  {label + ':':<9} {printable_lines(value, ' ' * 12)}")
     return "\n".join(lines)
 
 

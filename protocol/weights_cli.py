@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from protocol.text import printable
+
 if TYPE_CHECKING:
     from protocol.store import Store
     from protocol.weights.catalogue import Catalogue
@@ -83,7 +85,7 @@ def ls(coordinator: CoordinatorOption, root: RootOption, as_json: JsonOption = F
     """List the versions: when, how large the diff, which skips lead there, and whether there is an anchor."""
     with _catalogue(coordinator, root) as catalogue:
         if not as_json:
-            print(f"run {catalogue.run.name}, {catalogue.layout.nbytes:,} bytes of weights")
+            print(f"run {printable(catalogue.run.name)}, {catalogue.layout.nbytes:,} bytes of weights")
             print(f"{'version':>8} {'diff bytes':>13} {'vs full':>9} {'anchor bytes':>14}  skips from")
         for manifest in catalogue.manifests:
             diff, anchor = (sum(ref.size_bytes for ref in refs) for refs in (manifest.diff, manifest.anchor))

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from protocol.causes import likely_causes
 from protocol.envelope import Envelope
-from protocol.errors import E_OBJECT_HASH, E_WRONG_KEY, AssayError, PeerFault
+from protocol.errors import E_OBJECT_HASH, E_WRONG_KEY, AssayError, PeerFault, code
 from protocol.evidence import Evidence, decode
 from protocol.identity import key_id
 from protocol.messages import Commitment, Finding, Lease, RunManifest, Verdict
@@ -25,6 +26,8 @@ from verifier.session import Recomputer, Session
 from verifier.structure import open_commitment
 from verifier.submission import Opened, Submission
 from verifier.tokens import Rewards
+
+E_OTHER_RECEIPT = code("E_OTHER_RECEIPT", "a verdict is on another submission than the one at hand")
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Audit:
     lease: Lease
     verdicts: tuple[Verdict, ...]  #: of the run's verifiers, as found in the evidence
     ignored: tuple[IgnoredVerdict, ...]  #: others in the evidence; they had no part in the judgement
-    in_log: bool  #: the file shows receipt and verdicts in the run's log
+    in_log: bool  #: the file shows that receipt and verdicts, and no other verdicts, are in the run's log
     recomputed: bool  #: False when no checkpoint was given, so that T2 was left out
     profile: str | None = None  #: engine profile that the commitment claims; None when it does not open
     bundle: bytes = b""  #: encoded, as in the evidence
@@ -61,6 +64,13 @@ class Audit:
         if placed:
             return min(placed, key=lambda finding: (finding.sample or 0, finding.position or 0))
         return next(iter(failed), None)
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """What usually lies behind the outcome's code, found by that check."""
+        code = self.judgement.code
+        found = (finding.check for finding in self.judgement.findings if not finding.ok and finding.code == code)
+        return likely_causes(code, next(found, ""))
 
     @property
     def verdicts_ignored(self) -> int:
@@ -97,7 +107,11 @@ def audit(evidence: Evidence, run: RunManifest, material: Material) -> Audit:
     submission = Submission(
         evidence.lease, evidence.commitment, evidence.receipt, evidence.node_public_key, evidence.bundle, recomputed
     )
-    commitment = open_commitment(run, submission, lease)
+    try:
+        commitment = open_commitment(run, submission, lease)
+    except PeerFault as error:
+        error.step = "T0.1"
+        raise
     _check_bundle(evidence, commitment)
     with tempfile.TemporaryDirectory(prefix="assay-audit-") as folder:
         model_dir = Path(folder)
@@ -107,14 +121,13 @@ def audit(evidence: Evidence, run: RunManifest, material: Material) -> Audit:
             rewards = _Rewards(run, material, model_dir)
         judgement = Session(run, book, rewards, shelf).judge([submission])[0]
         residuals = shelf.residuals
-    signed, ignored = _verdicts(evidence, run)
+    signed, ignored = verdicts_in(evidence, run, lease)
     verdicts = tuple(verdict for _, verdict in signed)
     log = Report()
-    check_log(evidence, run, signed, log)
+    in_log = check_log(evidence, run, signed, log)
     return Audit(
-        log.before(judgement), run, evidence.root_public_key.hex(), lease.node_id, lease, verdicts,
-        ignored, evidence.log is not None and log.clean, recomputed,
-        commitment.profile, evidence.bundle, residuals,
+        log.before(judgement), run, evidence.root_public_key.hex(), lease.node_id, lease, verdicts, ignored, in_log,
+        recomputed, commitment.profile, evidence.bundle, residuals,
     )
 
 
@@ -171,15 +184,17 @@ def _check_bundle(evidence: Evidence, commitment: Commitment) -> None:
         )
 
 
-def _verdicts(
-    evidence: Evidence, run: RunManifest
+def verdicts_in(
+    evidence: Evidence, run: RunManifest, lease: Lease
 ) -> tuple[list[tuple[Envelope, Verdict]], tuple[IgnoredVerdict, ...]]:
-    """Verdicts in the evidence that a verifier of the run signed, and why the others are ignored."""
+    """Verdicts in the evidence that a verifier of the run signed on this submission, and why the others are ignored."""
     keys = {key_id(bytes.fromhex(key)): key for key in run.roles.verifiers}
     found, ignored = [], []
     for envelope in evidence.verdicts:
         try:
-            found.append((envelope, _open_verdict(envelope, keys, run)))
+            verdict = _open_verdict(envelope, keys, run)
+            _check_subject(verdict, evidence, lease)
+            found.append((envelope, verdict))
         except AssayError as error:
             ignored.append(IgnoredVerdict(tuple(envelope.signatures), error.code, error.message))
     return found, tuple(ignored)
@@ -194,3 +209,19 @@ def _open_verdict(envelope: Envelope, keys: dict[str, str], run: RunManifest) ->
         except AssayError as error:
             fault = error
     raise fault
+
+
+def _check_subject(verdict: Verdict, evidence: Evidence, lease: Lease) -> None:
+    """A verdict says something about one receipt of one lease of one node, and about nothing else."""
+    receipt = evidence.receipt
+    if receipt is None:
+        raise PeerFault(E_OTHER_RECEIPT, "a verdict on a receipt, and the file holds none")
+    for name, ours in (
+        ("receipt_sha256", receipt.digest), ("lease_id", lease.lease_id), ("node_id", lease.node_id)
+    ):
+        theirs = getattr(verdict, name)
+        if theirs != ours:
+            raise PeerFault(
+                E_OTHER_RECEIPT, f"a verdict on something else: its {name} is {theirs[:16]}, not {ours[:16]}",
+                expected=ours, got=theirs,
+            )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from protocol.errors import E_USAGE, LocalFault
+from protocol.errors import E_USAGE, AssayError, LocalFault
 from protocol.paths import Named, check_input_file, check_input_folder, check_output_file
+from protocol.text import printable
 from verifier.audit_exit import leave
 from verifier.audit_group import AuditGroup
 
@@ -133,14 +135,17 @@ def _audit(
     material = Material.of(checkpoints, data)
     evidence, run = read_evidence(file.read_bytes(), key)
     result = run_audit(evidence, run, material)
-    if html is not None:
-        from verifier.audit_page import write_page
-
-        write_page(html, result, file, checkpoints, data, material, pinned=key is not None)
     if as_json:
         print(submission_json(result, file, pinned=key is not None))
     else:
         print_audit(result, file, checkpoints, data, pinned=key is not None)
+    if html is not None:
+        from verifier.audit_page import write_page
+
+        try:
+            write_page(html, result, file, checkpoints, data, material, pinned=key is not None)
+        except AssayError as error:  # the outcome stands without a picture of it
+            print(f"the page was not written: {printable(error)}", file=sys.stderr)
     return result.judgement.outcome
 
 

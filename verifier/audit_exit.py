@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
-from typing import Final
+from contextlib import suppress
+from io import TextIOWrapper
+from typing import Final, NoReturn, cast
 
 import typer
 
-from protocol.causes import ADVICE
+from protocol.causes import ADVICE, AT
 from protocol.errors import USAGE_CODES, AssayError, LocalFault, PeerFault
 from protocol.paths import E_FILE
+from protocol.text import printable
 
 #: Exit codes; 2 is also what a wrong call gives.
 EXIT: Final = {"pass": 0, "fail": 1, "usage": 2, "malformed": 3, "inconclusive": 4}
@@ -21,29 +25,64 @@ _LOG: Final = "download the log again: assay audit log http://HOST:PORT --root H
 _AGAIN: Final = {"submission": _EVIDENCE, "log": _LOG, "run": _LOG}
 
 
-def leave(kind: str, as_json: bool, audit: Callable[[], str]) -> None:
-    """Run an audit and leave with the exit code of its outcome; an error is shown in the form that was asked for."""
+def leave(kind: str, as_json: bool, audit: Callable[[], str]) -> NoReturn:
+    """Run an audit and leave with the exit code of its outcome; an error is shown in the form that was asked for.
+
+    A report that nobody got is inconclusive, whatever was found: no exit code says *pass* or *fail* on its own.
+    """
+    with suppress(AttributeError, ValueError):  # not a stream of text with an encoding
+        cast("TextIOWrapper", sys.stdout).reconfigure(errors="backslashreplace")
     try:
-        outcome = audit()
+        outcome = _outcome(kind, as_json, audit)
+        sys.stdout.flush()
+    except OSError as error:
+        outcome = _undelivered(error)
+    raise typer.Exit(EXIT[outcome])
+
+
+def refuse(kind: str, fault: AssayError, as_json: bool) -> NoReturn:
+    """Leave without an audit."""
+
+    def refusal() -> str:
+        raise fault
+
+    leave(kind, as_json, refusal)
+
+
+def _outcome(kind: str, as_json: bool, audit: Callable[[], str]) -> str:
+    try:
+        return audit()
     except AssayError as error:
-        outcome = show_error(kind, error, as_json)
+        return show_error(kind, error, as_json)
     except OSError as error:
         if error.filename is None:
             raise  # not about a file: the terminal went away, for example
         fault = LocalFault(E_FILE, "a file cannot be read or written", got=f"{error.strerror}: {error.filename}")
-        outcome = show_error(kind, fault, as_json)
-    raise typer.Exit(EXIT[outcome])
+        return show_error(kind, fault, as_json)
+
+
+def _undelivered(error: OSError) -> str:
+    """The report could not be written to where it should go: a full disk, or a reader that has gone."""
+    with suppress(OSError):
+        if not isinstance(error, BrokenPipeError):
+            sys.stderr.write(f"inconclusive: {E_FILE}: the report cannot be written; got {error.strerror}\n")
+    with suppress(OSError, ValueError):  # what is left in the buffer would fail once more at the end
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    return "inconclusive"
 
 
 def show_error(kind: str, error: AssayError, as_json: bool) -> str:
     """Print an error with what to do about it; its outcome."""
     malformed = isinstance(error, PeerFault)
     outcome = "malformed" if malformed else "usage" if error.code in USAGE_CODES else "inconclusive"
-    error.hint = error.hint or ADVICE.get(error.code) or (_AGAIN.get(kind) if malformed else None)
+    _, placed = AT.get((error.code, error.step), ((), None))
+    error.hint = error.hint or placed or ADVICE.get(error.code) or (_AGAIN.get(kind) if malformed else None)
     if as_json:
         from verifier.audit_report import error_json
 
         sys.stdout.write(error_json(kind, outcome, error) + "\n")
     else:
-        sys.stderr.write(f"{outcome}: {error}\n")
+        sys.stderr.write(f"{outcome}: {printable(error)}\n")
     return outcome

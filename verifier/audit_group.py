@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from protocol.errors import E_USAGE, LocalFault
-from verifier.audit_exit import EXIT, show_error
+from verifier.audit_exit import refuse
 
 _HELP: Final = frozenset({"--help", "-h"})
 #: Verb -> kind of its report.
@@ -44,8 +44,7 @@ class AuditGroup(TyperGroup):
                 E_USAGE, error.format_message().rstrip("."), expected=f"what `{ctx.command_path} {verb} --help` says",
                 got=" ".join(words[1:])[:200] or "nothing",
             )
-            show_error(KINDS.get(verb, "submission"), fault, "--json" in words)
-            raise typer.Exit(EXIT["usage"]) from None
+            refuse(KINDS.get(verb, "submission"), fault, "--json" in words)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Our own options, those of the default command, then the commands."""

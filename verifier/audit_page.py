@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol import bundle as bundles
-from protocol.causes import likely_causes
 from protocol.errors import AssayError
 from protocol.head import behaviour_logprobs
 from protocol.messages import Profile
 from protocol.paths import replacing
 from protocol.rollout import NO_CODE, Rollout
+from protocol.text import printable
 from protocol.tokenizer import Tokenizer
 from verifier.audit import Audit
 from verifier.audit_table import command
@@ -43,7 +43,7 @@ def write_page(
     """Write the page of an audit."""
     page = render(result, file, checkpoints, data, material, pinned=pinned)
     with replacing(path) as output:
-        output.write(page.encode())
+        output.write(page.encode(errors="backslashreplace"))
 
 
 def render(
@@ -54,10 +54,11 @@ def render(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, trim_blocks=True,
         lstrip_blocks=True, undefined=jinja2.StrictUndefined,
     )
+    environment.filters["plain"] = printable
     charts, left_out = _charts(result, _tokenizer(result, material))
     return environment.get_template("audit.html.jinja").render(
         audit=result, judgement=result.judgement, first=result.first_failure, pinned=pinned, charts=charts,
-        left_out=left_out, causes=likely_causes(result.judgement.code),
+        left_out=left_out, causes=result.causes,
         command=command(result, file, checkpoints, data),
     )
 
@@ -125,7 +126,7 @@ class Chart:
 
 
 def _charts(result: Audit, tokenizer: Tokenizer | None) -> tuple[list[Chart], int]:
-    """The rollouts that fit on a page, and how many do not."""
+    """The rollouts that fit on a page, and how many are not drawn."""
     try:
         rollouts = bundles.decode(result.bundle, result.run.sampling).rollouts
         profile = _profile(result)
@@ -134,8 +135,11 @@ def _charts(result: Audit, tokenizer: Tokenizer | None) -> tuple[list[Chart], in
     residuals = {found.sample: found for found in result.residuals}
     charts = []
     for rollout in rollouts:
+        try:
+            logq = behaviour_logprobs(rollout, result.run.sampling)
+        except AssayError:
+            continue  # tokens outside their heads have no probability; the findings say so
         texts = [_text(int(token), tokenizer) for token in rollout.tokens]
-        logq = behaviour_logprobs(rollout, result.run.sampling)
         charts.append(Chart(rollout, logq, residuals.get(rollout.sample), profile, texts))
     charts.sort(key=lambda chart: (-chart.worst, chart.rollout.sample))
     room = MAX_TOKENS
@@ -145,7 +149,7 @@ def _charts(result: Audit, tokenizer: Tokenizer | None) -> tuple[list[Chart], in
         if room < 0 and shown:
             break
         shown.append(chart)
-    return shown, len(charts) - len(shown)
+    return shown, len(rollouts) - len(shown)
 
 
 def _text(token: int, tokenizer: Tokenizer | None) -> str:

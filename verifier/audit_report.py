@@ -24,7 +24,7 @@ def submission_json(result: Audit, file: Path, *, pinned: bool) -> str:
         "lease_id": result.lease.lease_id, "group": result.lease.group, "start_version": result.lease.start_version,
         "samples": list(judgement.samples), "rewards_micro": list(judgement.rewards_micro), "tokens": judgement.tokens,
         "first_failure": None if first is None else first.model_dump(mode="json"),
-        "likely_causes": list(likely_causes(judgement.code)),
+        "likely_causes": list(result.causes),
         "findings": [finding.model_dump(mode="json") for finding in judgement.findings],
         "verdicts": [verdict.model_dump(mode="json") for verdict in result.verdicts],
         "verdicts_ignored": result.verdicts_ignored,
@@ -47,7 +47,7 @@ def error_json(kind: str, outcome: str, error: AssayError) -> str:
     return _dump(kind, outcome, error.code, {
         "message": error.message, "expected": None if error.expected is None else str(error.expected),
         "got": None if error.got is None else str(error.got), "hint": error.hint, "findings": [],
-        "likely_causes": list(likely_causes(error.code)),
+        "likely_causes": list(likely_causes(error.code, error.step)),
     })
 
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from protocol.causes import likely_causes
 from protocol.messages import Finding
+from protocol.text import printable
 from verifier.audit import Audit, IgnoredVerdict
 
 _STYLE = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
@@ -23,18 +23,19 @@ def print_audit(result: Audit, file: Path, checkpoints: list[Path], data: list[P
     console = Console(highlight=False)
     lease, judgement = result.lease, result.judgement
     say = partial(console.print, soft_wrap=True)
-    say(f"run      {escape(result.run.name)} ({result.run.run_id})")
+    say(f"run      {plain(result.run.name)} ({result.run.run_id})")
     say(f"root key {result.root} ({'as given' if pinned else 'NOT pinned: compare it, or pass --root'})")
     say(f"node     {result.node_id}")
     say(
-        f"lease    {lease.lease_id}: {escape(lease.environment)}, group {lease.group}, samples {lease.samples}, "
+        f"lease    {lease.lease_id}: {plain(lease.environment)}, group {lease.group}, samples {lease.samples}, "
         f"version {lease.start_version}"
     )
     console.print(findings_table(result.judgement.findings))
     for verdict in result.verdicts:
-        say(f"verdict in the file: {ended(verdict.outcome, verdict.code)} by {verdict.verifier_id[:16]}")
+        say(f"verdict in the file: {plain(ended(verdict.outcome, verdict.code))} by {verdict.verifier_id[:16]}")
     for one in result.ignored:
-        say(f"verdict in the file IGNORED ({one.code}): {one.why}; it claims to be by {' '.join(_short(one))}")
+        signers = " ".join(_short(one))
+        say(f"verdict in the file IGNORED ({one.code}): {plain(one.why)}; it claims to be by {plain(signers)}")
     if result.ignored:
         say("The outcome below rests on this audit's own checks, not on what was ignored.")
     if not result.in_log:
@@ -45,7 +46,12 @@ def print_audit(result: Audit, file: Path, checkpoints: list[Path], data: list[P
     reached = f"after {', '.join(judgement.tiers)}" if judgement.tiers else "before any tier was complete"
     say(f"[{style}]{judgement.outcome.upper()}[/]{ended('', judgement.code)} {reached}")
     _print_failure(say, result)
-    say(f"again: {escape(command(result, file, checkpoints, data))}")
+    say(f"again: {plain(command(result, file, checkpoints, data))}")
+
+
+def plain(text: object) -> str:
+    """Text from outside for a console: no markup, no control of the terminal."""
+    return escape(printable(text))
 
 
 def ended(outcome: str, code: str | None) -> str:
@@ -64,7 +70,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
         table.add_column(column, overflow="fold")
     for finding in findings:
         mark = "[green]ok[/]" if finding.ok else "[red]FAIL[/]"
-        table.add_row(mark, finding.check, escape(finding.expected), escape(finding.got))
+        table.add_row(mark, plain(finding.check), plain(finding.expected), plain(finding.got))
     return table
 
 
@@ -73,12 +79,11 @@ def _print_failure(say: Callable[[str], None], result: Audit) -> None:
     if first is None:
         return
     if first.position is not None:
-        say(f"first failing token: sample {first.sample}, position {first.position} ({first.check})")
-    causes = likely_causes(result.judgement.code)
-    if causes:
+        say(f"first failing token: sample {first.sample}, position {first.position} ({plain(first.check)})")
+    if result.causes:
         say("likely causes, likeliest first:")
-        for cause in causes:
-            say(f"  - {escape(cause)}")
+        for cause in result.causes:
+            say(f"  - {plain(cause)}")
 
 
 def command(result: Audit, file: Path, checkpoints: list[Path], data: list[Path]) -> str:

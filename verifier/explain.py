@@ -14,6 +14,7 @@ from protocol.causes import advice, likely_causes
 from protocol.errors import E_USAGE, LocalFault
 from protocol.evidence import MAGIC
 from protocol.paths import E_FILE
+from protocol.text import printable
 
 #: Parts of the system whose codes are known; their sources lie beside this package and are read, not imported.
 _PARTS: Final = ("protocol", "verifier", "coordinator", "node", "learner")
@@ -50,7 +51,7 @@ def explain(what: str, *, as_json: bool) -> str:
     if as_json:
         return json.dumps(found if report is None else {"report": _gist(report), "explanation": found}, indent=2)
     lines = [] if report is None else _told(report)
-    return "\n".join(lines + ([] if found is None else _lines(found)))
+    return "\n".join(printable(line) for line in lines + ([] if found is None else _lines(found)))
 
 
 def meanings() -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeVar
 
 from protocol.errors import AssayError, PeerFault
 from protocol.messages import Finding, RolloutScore
+from protocol.text import printable
 
 Tier = Literal["T0", "T1", "T2", "T3"]
 Outcome = Literal["pass", "fail", "inconclusive"]
@@ -18,6 +19,8 @@ _T = TypeVar("_T")
 #: Lengths that the schema of ``protocol.messages.Finding`` allows.
 _TEXT: Final = 400
 _CHECK: Final = 80
+#: Text beyond this is not looked at.
+_READ: Final = 2 * _TEXT
 
 
 class RolloutFault(PeerFault):
@@ -57,7 +60,7 @@ class Report:
 
     def note(self, check: str, expected: object, got: object) -> None:
         """A check that holds."""
-        self.findings.append(Finding(check=check[:_CHECK], ok=True, expected=_text(expected), got=_text(got)))
+        self.findings.append(Finding(check=_text(check, _CHECK), ok=True, expected=_text(expected), got=_text(got)))
 
     def fault(self, check: str, error: AssayError, *, blames_node: bool) -> None:
         """A check that does not hold. Only a :class:`PeerFault` can ever blame the node."""
@@ -71,7 +74,7 @@ class Report:
         """Write a failed check down without deciding yet whose doing it is."""
         self.findings.append(
             Finding(
-                check=check[:_CHECK], ok=False, expected=_text(error.expected or "no fault"),
+                check=_text(check, _CHECK), ok=False, expected=_text(error.expected or "no fault"),
                 got=_text(error.message if error.got is None else f"{error.message}: {error.got}"), code=error.code,
                 sample=getattr(error, "sample", None), position=getattr(error, "position", None),
             )
@@ -126,6 +129,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _text(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= _TEXT else text[: _TEXT - 1] + "…"
+def _text(value: object, most: int = _TEXT) -> str:
+    """Text for a finding, which others read: one line of what prints, so that it fits the schema whatever it is."""
+    text = printable(str(value)[:_READ])
+    return text if len(text) <= most else text[: most - 1] + "…"

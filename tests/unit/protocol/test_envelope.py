@@ -63,6 +63,7 @@ def test_malformed_envelopes_are_refused(identity):
         {**good, "signatures": [{"keyid": "a"}]}, {**good, "signatures": [{**signature, "keyid": 1}]},
         {**good, "signatures": [{**signature, "sig": 1}]}, {**good, "signatures": [{**signature, "x": 1}]},
         {**good, "signatures": [signature, signature]},
+        *({**good, "signatures": [{**signature, "keyid": key}]} for key in ("", "[/x]", "\x1b[2J", "A" * 64, "a" * 63)),
         {**good, "signatures": [{**signature, "keyid": key} for key in keys]},
         {**good, "signatures": [{**signature, "keyid": key} for key in keys[1::-1]]},
         {**good, "payload": "e30"}, {**good, "payload": "e30=\n"}, {**good, "payload": "e31="},

@@ -13,14 +13,9 @@ from typer.testing import CliRunner
 from protocol import bundle as bundles
 from protocol.causes import ADVICE, CAUSES
 from protocol.evidence import decode, encode
-from protocol.log_entry import LogEntry
-from protocol.log_head import LogHead, origin_of
-from protocol.log_proof import LogProof, ProvenEntry
-from protocol.messages import Receipt, Verdict
-from protocol.transparency import inclusion_proof, root
 from tests.adversary.attacks import ATTACKS
 from tests.adversary.world import COORDINATOR, ROOT, VERIFIER, World, identity
-from tests.fakes.log_tree import Tree
+from tests.fakes.logged_evidence import logged, verdict_on
 from verifier.audit_cli import app
 from verifier.explain import meanings
 
@@ -263,40 +258,6 @@ def test_a_receipt_is_not_required(write, honest):
 
 
 # -- the log in the evidence -------------------------------------------------------------------------------
-
-
-def verdict_on(world, submission, **changes):
-    fields = {
-        "run_id": world.run.run_id, "verifier_id": VERIFIER.id, "node_id": world.lease().node_id,
-        "lease_id": world.lease().lease_id, "receipt_sha256": submission.receipt.digest, "outcome": "pass",
-        "code": None, "tiers": ["T0", "T1"], "findings": [], "samples": [], "rewards_micro": [], "tokens": 0,
-        "issued_at_ms": 0,
-    }
-    return Verdict(**(fields | changes)).sign(VERIFIER)
-
-
-def logged(world, submission, envelope, signer=COORDINATOR, **bodies):
-    """The log's part of an evidence file: a head over receipt, verdict and something else, with their proofs."""
-    receipt = Receipt.from_payload(submission.receipt.payload)
-    said = Verdict.from_payload(envelope.payload)
-    about = {
-        "invited": {},
-        "submitted": {
-            "receipt_id": receipt.receipt_id, "sha256": submission.receipt.digest, "node_id": receipt.node_id,
-            "epoch": receipt.epoch, "rate_ppm": 1_000_000,
-        },
-        "verdict": {
-            "receipt_id": receipt.receipt_id, "sha256": envelope.digest, "verifier_id": said.verifier_id,
-            "outcome": said.outcome, "code": said.code, "tiers": list(said.tiers), "counted": True,
-        },
-    }
-    for kind, changes in bodies.items():
-        about[kind] = about[kind] | changes
-    entries = [LogEntry(index, 0, kind, body) for index, (kind, body) in enumerate(about.items())]
-    tree = Tree(entry.leaf for entry in entries)
-    head = LogHead(origin_of(world.run.run_id), len(entries), root(tree, len(entries)))
-    proven = [ProvenEntry(entry, tuple(inclusion_proof(tree, entry.index, len(entries)))) for entry in entries[1:]]
-    return LogProof(head.sign(signer), tuple(proven))
 
 
 def test_receipt_and_verdict_are_shown_in_the_log(world, write, honest):
