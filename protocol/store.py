@@ -164,14 +164,14 @@ class DirectoryStore:
     """Objects as files ``ab/abcdef...`` under one directory, written to a temporary name and renamed when durable."""
 
     def __init__(self, path: Path):
-        """Make the directory if need be.
+        """Make the directory if need be. In one that is there nothing is made before the first writing.
 
         Raises:
             LocalFault: ``E_STORE``.
         """
         self.path = path
         try:
-            (path / "tmp").mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _failed("open", error) from None
 
@@ -192,7 +192,9 @@ class DirectoryStore:
         return sha256
 
     def _write(self, file: Path, data: bytes) -> None:
-        descriptor, name = tempfile.mkstemp(dir=self.path / "tmp")
+        drafts = self.path / "tmp"
+        drafts.mkdir(exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=drafts)
         try:
             with os.fdopen(descriptor, "wb") as out:
                 os.fchmod(out.fileno(), 0o444)

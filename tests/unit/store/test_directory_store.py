@@ -165,3 +165,15 @@ def test_cached_fetch_passes_wrong_bytes_on_and_forgets_them(store: DirectorySto
     assert CachedFetch(store, lambda _: b"wrong")(KEY) == b"wrong"
     assert not store.has(KEY)
     assert not store.has(hashlib.sha256(b"wrong").hexdigest())
+
+
+def test_reading_makes_nothing(tmp_path: Path) -> None:
+    """An auditor's mirror stays as it is, and may be one that cannot be written to."""
+    data = b"mirrored"
+    sha256 = DirectoryStore(tmp_path).put(data)
+    (tmp_path / "tmp").rmdir()
+    before = sorted(tmp_path.rglob("*"))
+    store = DirectoryStore(tmp_path)
+    assert (store.get(sha256), store.has("0" * 64), store.announced("0" * 64)) == (data, False, None)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert store.put(b"more") == hashlib.sha256(b"more").hexdigest()
