@@ -35,6 +35,8 @@ _KEYS: Final = frozenset(
 #: Absent from a node's own copy, which was made before anything was in the log.
 _OPTIONAL: Final = frozenset({"log"})
 _PREFIX: Final = len(MAGIC) + 4
+#: Longest file, in bytes.
+MAX_FILE_BYTES: Final = _PREFIX + MAX_HEADER_BYTES + MAX_BUNDLE_BYTES
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from protocol.errors import AssayError
+from protocol.errors import E_CONFIG, AssayError, LocalFault
 
 #: A log file is rotated at this size, and this many old ones are kept.
 MAX_LOG_BYTES: Final = 16 * 2**20
@@ -45,7 +45,13 @@ class JsonLines(logging.Formatter):
 
 
 def setup_logging(path: Path | None = None, level: str = "INFO") -> None:
-    """Send the process's logs to ``path`` (rotated), or to stderr when there is none. Safe to call again."""
+    """Send the process's logs to ``path`` (rotated), or to stderr when there is none. Safe to call again.
+
+    Raises:
+        LocalFault: ``E_CONFIG`` for an unknown level.
+    """
+    if level.upper() not in logging.getLevelNamesMapping():
+        raise LocalFault(E_CONFIG, "unknown log_level", expected="DEBUG, INFO, WARNING or ERROR", got=level[:80])
     handler: logging.Handler
     if path is None:
         handler = logging.StreamHandler(sys.stderr)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from protocol.errors import E_USAGE, LocalFault, code
+from protocol.errors import E_TOO_LARGE, E_USAGE, LocalFault, PeerFault, code
 
 E_FILE = code("E_FILE", "a file could not be read or written: no permission, no space, a device that fails")
 
@@ -27,11 +27,13 @@ def check_input_file(name: str, path: Path) -> None:
     """A file that is to be read.
 
     Raises:
-        LocalFault: ``E_USAGE`` when it is missing, a folder, or not readable.
+        LocalFault: ``E_USAGE`` when it is missing, a folder, a pipe or a device, or not readable.
     """
     _check_input(name, path, "file")
     if path.is_dir():
         raise _wrong(f"{name} is a folder", "a file", path, "name the file in it")
+    if not path.is_file():
+        raise _wrong(f"{name} is a pipe or a device", "a file on a disk", path, "save it to a file first")
 
 
 def check_input_folder(name: str, path: Path) -> None:
@@ -79,6 +81,26 @@ def check_output_folder(name: str, path: Path, inputs: Iterable[Named] = ()) -> 
     for other, given in inputs:
         if _same(path, given) or _inside(path, given):
             raise _overwrites(name, other, path)
+
+
+def read_input_file(path: Path, max_bytes: int) -> bytes:
+    """The content of a file that :func:`check_input_file` let pass; no more than the limit is read of any.
+
+    Raises:
+        PeerFault: ``E_TOO_LARGE``.
+        LocalFault: ``E_FILE``.
+    """
+    try:
+        size = path.stat().st_size
+        if size <= max_bytes:
+            with path.open("rb") as file:
+                data = file.read(max_bytes + 1)
+            if len(data) <= max_bytes:
+                return data
+            size = len(data)  # it has grown
+    except OSError as error:
+        raise LocalFault(E_FILE, f"cannot read {path}", got=error.strerror or str(error)) from None
+    raise PeerFault(E_TOO_LARGE, f"{path} is too large", expected=f"<= {max_bytes} bytes", got=size)
 
 
 @contextmanager

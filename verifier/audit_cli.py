@@ -8,13 +8,13 @@ from typing import Annotated, Final
 
 import typer
 
-from protocol.errors import E_USAGE, AssayError, LocalFault
-from protocol.paths import Named, check_input_file, check_input_folder, check_output_file
+from protocol.errors import AssayError
+from protocol.paths import Named, check_input_file, check_input_folder, check_output_file, read_input_file
 from protocol.text import printable
+from verifier.arguments import address, root_key
 from verifier.audit_exit import leave
 from verifier.audit_group import AuditGroup
 
-_HEX_KEY: Final = 64
 _EPILOG: Final = """\b
 Examples:
   assay audit int8.evidence --checkpoint demo/coordinator/store
@@ -85,7 +85,7 @@ def log_command(
     from verifier import log_cli
 
     leave("log", as_json, lambda: log_cli.audit(
-        source, _root_key(root), remember, against or [], receipt or [], save, whole=whole, as_json=as_json
+        address(source), _root_key(root), remember, against or [], receipt or [], save, whole=whole, as_json=as_json
     ))
 
 
@@ -98,7 +98,9 @@ def run_command(source: Source, root: Root = None, remember: Remember = None, as
     """
     from verifier import log_cli
 
-    leave("run", as_json, lambda: log_cli.audit_run(source, _root_key(root), remember, as_json=as_json))
+    leave("run", as_json, lambda: log_cli.audit_run(
+        address(source), _root_key(root), remember, as_json=as_json
+    ))
 
 
 @app.command("explain", epilog="Example: assay audit explain E_HEAD_KL")
@@ -125,6 +127,7 @@ def _audit(
         (check_input_folder if name == "--checkpoint" else check_input_file)(name, path)
     if html is not None:
         check_output_file("--html", html, inputs)
+    from protocol.evidence import MAX_FILE_BYTES
     from verifier.audit import audit as run_audit
     from verifier.audit import read_evidence
     from verifier.audit_report import submission_json
@@ -133,7 +136,7 @@ def _audit(
 
     key = _root_key(root)
     material = Material.of(checkpoints, data)
-    evidence, run = read_evidence(file.read_bytes(), key)
+    evidence, run = read_evidence(read_input_file(file, MAX_FILE_BYTES), key)
     result = run_audit(evidence, run, material)
     if as_json:
         print(submission_json(result, file, pinned=key is not None))
@@ -150,12 +153,4 @@ def _audit(
 
 
 def _root_key(root: str | None) -> bytes | None:
-    if root is None:
-        return None
-    try:
-        key = bytes.fromhex(root)
-    except ValueError:
-        key = b""
-    if len(root) != _HEX_KEY or len(key) * 2 != _HEX_KEY:
-        raise LocalFault(E_USAGE, "--root is not a public key", expected=f"{_HEX_KEY} hex digits", got=root[:80])
-    return key
+    return None if root is None else root_key(root)

@@ -13,13 +13,15 @@ import numpy as np
 
 from protocol.calibration import Calibration, CalibrationRecord, Profile
 from protocol.errors import LocalFault, code
-from protocol.evidence import Evidence
+from protocol.evidence import MAX_FILE_BYTES, Evidence
 from protocol.identity import Identity
 from protocol.messages import RunManifest
-from verifier.audit import read_evidence
+from protocol.paths import read_input_file
+from verifier.audit import read_evidence, verdicts_in
 from verifier.checkpoints import CheckpointBook
 from verifier.divergence import Residuals
 from verifier.findings import Report
+from verifier.log_proofs import check_log
 from verifier.material import Material
 from verifier.model_files import fetch_model_files
 from verifier.model_shelf import ModelShelf
@@ -33,6 +35,8 @@ E_CALIBRATION = code("E_CALIBRATION", "evidence files do not make a calibration:
 
 #: Limits are this many times the largest honest value: a single rollout must be far outside to fail alone.
 HEADROOM: Final = 10.0
+#: Largest number that a limit can be, in its unit.
+_MOST: Final = 2.0**47
 
 
 @dataclass
@@ -51,18 +55,22 @@ def measure_files(
     """Recompute the rollouts of each file; the same object grows from file to file.
 
     Raises:
-        LocalFault: ``E_CALIBRATION`` for another run, another profile, or a rollout that fails T0 or T1; what the
-            material raises.
+        LocalFault: ``E_CALIBRATION`` for another run, another profile, a submission for the second time, one that a
+            verifier of the run failed, or a rollout that fails T0 or T1; what the material raises.
         PeerFault: a file is malformed or not of this root key's run.
     """
-    honest = Honest()
+    honest, measured = Honest(), dict[str, Path]()
     with tempfile.TemporaryDirectory(prefix="assay-calibrate-") as folder:
         for file in files:
-            evidence, run = read_evidence(file.read_bytes(), root)
+            evidence, run = read_evidence(read_input_file(file, MAX_FILE_BYTES), root)
             if honest.run is not None and honest.run.run_id != run.run_id:
                 raise _unfit(file, "the run of the other files", run.run_id)
             honest.run = run
             opened, book = _open(file, evidence, run, profile)
+            lease = opened.lease.lease_id
+            if lease in measured:
+                raise _unfit(file, "each submission once", f"lease {lease}, which {measured[lease]} holds as well")
+            measured[lease] = file
             fetch_model_files(run.model, Path(folder), material.fetch)
             shelf = ModelShelf(
                 Path(folder), material.layout(run), material.states(run, book), threads=threads
@@ -88,9 +96,22 @@ def _open(file: Path, evidence: Evidence, run: RunManifest, profile: str) -> tup
     if opened is None or not report.clean:
         failed = next(finding for finding in report.findings if not finding.ok)
         raise _unfit(file, "honest rollouts", f"{failed.check}: {failed.got}")
+    _check_verdicts(file, evidence, run, opened)
     if opened.commitment.profile != profile:
         raise _unfit(file, f"rollouts of profile {profile}", opened.commitment.profile)
     return opened, book
+
+
+def _check_verdicts(file: Path, evidence: Evidence, run: RunManifest, opened: Opened) -> None:
+    """No verifier of the run found fault with it; a verdict that was taken out of the file is missed by its log."""
+    verdicts, log = verdicts_in(evidence, run, opened.lease)[0], Report()
+    for _, verdict in verdicts:
+        if verdict.outcome == "fail":
+            raise _unfit(file, "honest rollouts", f"a verdict: fail {verdict.code} by {verdict.verifier_id[:16]}")
+    check_log(evidence, run, verdicts, log)
+    for finding in log.findings:
+        if not finding.ok:
+            raise _unfit(file, "verdicts and log as they were served", f"{finding.check}: {finding.got}")
 
 
 def _unfit(file: Path, expected: str, got: str) -> LocalFault:
@@ -151,4 +172,10 @@ def _limit(columns: Sequence[np.ndarray], floor: float, headroom: float, scale: 
     largest = max(known, default=0.0)
     if not math.isfinite(largest):
         raise LocalFault(E_CALIBRATION, "a rollout is infinitely far from the reference", expected="honest rollouts")
-    return math.ceil((2 * floor + headroom * max(0.0, largest - floor)) * scale)
+    limit = (2 * floor + headroom * max(0.0, largest - floor)) * scale
+    if limit > _MOST:
+        raise LocalFault(
+            E_CALIBRATION, "a limit is too large to be written", expected=f"at most {_MOST / scale:.3g} nats",
+            got=f"{limit / scale:.3g} nats", hint="take a smaller --headroom, or leave the worst rollout out",
+        )
+    return math.ceil(limit)

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from protocol.calibration import CalibrationRecord, Stratum
+from verifier.audit_table import plain
 
 
 def print_record(record: CalibrationRecord, file: Path) -> None:
@@ -24,7 +25,7 @@ def print_record(record: CalibrationRecord, file: Path) -> None:
         say("too few rollouts of any length for levels: evidence will not be summed up (about 300 are the least)")
     for stratum in strata:
         console.print(_table(stratum))
-    say(f"written to {file}")
+    say(f"written to {plain(file)}", highlight=False)
 
 
 def _table(stratum: Stratum) -> Table:

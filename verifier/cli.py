@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -73,8 +74,10 @@ def calibrate(
     root: Annotated[str, typer.Option(help="Root public key of the run, hex.")],
     key: Annotated[Path, typer.Option(help="File with the verifier's signing key.")],
     out: Annotated[Path, typer.Option(help="Where the signed record goes.")],
-    headroom: Annotated[float, typer.Option(min=1, help="Limits, as a multiple of what is above quantisation.")] = 10.0,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of the recomputation.")] = 1,
+    headroom: Annotated[
+        float, typer.Option(min=1, max=1000, help="Limits, as a multiple of what is above quantisation.")
+    ] = 10.0,
+    threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads of the recomputation.")] = 1,
 ) -> None:
     """Measure what honest rollouts of a node profile look like to this verifier, and sign it.
 
@@ -82,20 +85,26 @@ def calibrate(
     """
     from protocol.clock import SystemClock
     from protocol.identity import Identity
-    from protocol.paths import check_output_file, replacing
+    from protocol.paths import check_input_file, check_output_file, replacing
+    from verifier.arguments import root_key
     from verifier.calibrate import make_record, measure_files
     from verifier.calibration_table import print_record
     from verifier.material import Material
 
     files = sorted(file for path in evidence for file in (path.rglob("*.evidence") if path.is_dir() else [path]))
     inputs = [("the evidence", file) for file in files] + [("--checkpoint", folder) for folder in checkpoint]
+    for file in files:
+        check_input_file("the evidence", file)
     check_output_file("--out", out, [*inputs, ("--key", key)])
-    identity, material = Identity.load(key), Material.of(checkpoint)
+    trusted, identity, material = root_key(root), Identity.load(key), Material.of(checkpoint)
     measured = None
-    for number, measured in enumerate(measure_files(files, bytes.fromhex(root), profile, material, threads), start=1):
+    for number, measured in enumerate(measure_files(files, trusted, profile, material, threads), start=1):
         print(f"\r{number} of {len(files)} files, {len(measured.residuals)} rollouts", end="", flush=True)
     print()
     record = make_record(measured, profile, identity, SystemClock().now_ms(), headroom=headroom)
-    with replacing(out) as file:
-        file.write(record.sign(identity).to_bytes())
+    with replacing(out) as record_file:
+        record_file.write(record.sign(identity).to_bytes())
     print_record(record, out)
+    measured_run = None if measured is None else measured.run
+    if measured_run is not None and identity.public_key.hex() not in measured_run.roles.verifiers:
+        print(f"note: {key} is no verifier's key of the run that was measured", file=sys.stderr)

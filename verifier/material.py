@@ -12,7 +12,7 @@ from typing import Final
 
 from protocol.errors import E_NOT_FOUND, E_USAGE, LocalFault
 from protocol.messages import RunManifest
-from protocol.store import DirectoryStore
+from protocol.store import MAX_OBJECT_BYTES, DirectoryStore
 from protocol.weights.layout import Layout, State, read_safetensors
 from verifier.checkpoints import CheckpointBook
 from verifier.states import Folders, StateRing, States
@@ -99,7 +99,7 @@ class Material:
         return self.fetch(sha256)
 
     def _small_files(self) -> Iterator[Path]:
-        yield from self.files
+        yield from (path for path in self.files if path.stat().st_size <= MAX_OBJECT_BYTES)
         for folder in self.models:
             for path in sorted(folder.iterdir()):
                 if path.is_file() and path.suffix != ".safetensors" and path.stat().st_size <= _MAX_SMALL_FILE:

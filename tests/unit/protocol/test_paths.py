@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from protocol.errors import LocalFault
-from protocol.paths import check_input_file, check_input_folder, check_output_file, check_output_folder, replacing
+from protocol.errors import LocalFault, PeerFault
+from protocol.paths import (
+    check_input_file,
+    check_input_folder,
+    check_output_file,
+    check_output_folder,
+    read_input_file,
+    replacing,
+)
 
 
 @pytest.fixture
@@ -37,6 +44,25 @@ def test_an_input_has_to_be_there_and_of_its_kind(tmp_path: Path, kept: Path) ->
     assert "is a folder" in refused(check_input_file, "FILE", tmp_path)
     assert "is a file" in refused(check_input_folder, "--checkpoint", kept)
     assert "no such file" in refused(check_input_file, "FILE", tmp_path / ("x" * 5000))
+
+
+def test_a_pipe_or_a_device_is_no_input(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        assert "a pipe or a device" in refused(check_input_file, "FILE", path)
+
+
+def test_no_more_than_the_limit_is_read(tmp_path: Path, kept: Path) -> None:
+    assert read_input_file(kept, 8) == b"evidence"
+    with pytest.raises(PeerFault, match="E_TOO_LARGE"):
+        read_input_file(kept, 7)
+    sparse = tmp_path / "sparse"
+    with sparse.open("wb") as file:
+        file.truncate(60 * 2**30)
+    with pytest.raises(PeerFault, match="E_TOO_LARGE"):
+        read_input_file(sparse, 2**20)
+    with pytest.raises(LocalFault, match="E_FILE"):
+        read_input_file(tmp_path / "missing", 1)
 
 
 def test_an_output_is_not_an_input_under_any_name(tmp_path: Path, kept: Path) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from protocol.config import Config, load_config
-from protocol.errors import LocalFault
+from protocol.errors import LocalFault, exit_status
+from protocol.logs import setup_logging
 
 
 class Loss(Config):
@@ -45,3 +46,11 @@ def test_a_value_that_does_not_fit_names_its_origin() -> None:
     assert (error.message, error.expected, error.got) == (
         "batch (environment ASSAY_T_BATCH) does not fit", "an integer", "'many'",
     )
+
+
+def test_an_unknown_log_level_is_a_wrong_call(tmp_path: Path) -> None:
+    with pytest.raises(LocalFault, match="ZORK") as caught:
+        setup_logging(tmp_path / "log", "ZORK")
+    assert exit_status(caught.value) == 2
+    assert "WARNING" in str(caught.value.expected)
+    assert not (tmp_path / "log").exists()

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from protocol.errors import E_USAGE, PeerFault
-from protocol.evidence import encode
+from protocol.evidence import MAGIC, encode
 from protocol.rollout import NO_CODE
 from tests.adversary.world import World, identity, replaced
 from tests.fakes.logged_evidence import logged, verdict_on
@@ -210,6 +210,19 @@ def test_a_terminal_that_knows_ascii_alone_gets_a_report(write, honest):
             done = _process(path, *words, stdout=subprocess.PIPE, env=os.environ | {"PYTHONIOENCODING": "ascii"})
             assert (done.returncode, b"Traceback" in done.stderr) == (status, False), done.stderr
             assert done.stdout or done.stderr
+
+
+# -- sizes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_too_large_before_it_is_read(write, honest, tmp_path):
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.write(MAGIC)
+        file.truncate(60 * 2**30)
+    status, found = _json(str(path))
+    assert (status, found["outcome"], found["code"]) == (3, "malformed", "E_TOO_LARGE")
+    assert _json(write(honest), "--data", str(path))[0] == 0
 
 
 # -- causes --------------------------------------------------------------------------------------------------

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 from coordinator.calibrations import calibrated
 from protocol.api import E_UNCALIBRATED
 from protocol.calibration import Calibration, CalibrationRecord, Stratum
 from protocol.envelope import Envelope
-from protocol.errors import LocalFault, PeerFault
+from protocol.errors import LocalFault, PeerFault, exit_status
 from protocol.evidence import encode
-from tests.adversary.world import PROFILE, ROOT, RUN_ID, VERIFIER, World, quantised
-from verifier.calibrate import measure_files
+from protocol.identity import Identity
+from tests.adversary.world import NODE, PROFILE, ROOT, RUN_ID, VERIFIER, World, quantised
+from tests.fakes.logged_evidence import logged, verdict_on
+from verifier.calibrate import limits, measure_files
 from verifier.cli import app
 from verifier.material import Material
 from verifier.scores import T2_PROFILE
@@ -105,6 +109,76 @@ def test_dishonest_or_foreign_files_are_refused(world, files, honest, tmp_path):
     with pytest.raises(LocalFault) as caught:
         list(measure_files([path], ROOT.public_key, PROFILE.name, material))
     assert "T1.1" in str(caught.value.got)
+
+
+def _calibrate(files: Path, world: World, tmp_path: Path, *words: str, signer: Identity = VERIFIER) -> Result:
+    key = tmp_path / "some.key"
+    key.unlink(missing_ok=True)
+    signer.save(key)
+    return CliRunner().invoke(app, [
+        "calibrate", str(files), "--profile", PROFILE.name, "--checkpoint", str(world.store.path),
+        *([] if "--root" in words else ["--root", ROOT.public_key.hex()]), "--key", str(key),
+        "--out", str(tmp_path / "made.calibration"), *words,
+    ])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--root zz", "--root is not a public key"), ("--headroom inf", "--headroom"),
+        ("--headroom 1e300", "--headroom"), ("--headroom nan", "--headroom"), ("--threads 100000000000", "--threads"),
+    ],
+)
+def test_a_wrong_call_says_what_was_expected(world, files, tmp_path, words, message):
+    result = _calibrate(files, world, tmp_path, *words.split())
+    if isinstance(result.exception, LocalFault):  # the front door prints it
+        assert exit_status(result.exception) == 2
+        assert message in result.exception.message
+    else:
+        assert (result.exit_code, message in result.stderr) == (2, True)
+    assert not (tmp_path / "made.calibration").exists()
+
+
+def _refusal(world: World, *files: Path) -> str:
+    with pytest.raises(LocalFault) as caught:
+        list(measure_files(files, ROOT.public_key, PROFILE.name, Material.of([world.store.path])))
+    assert caught.value.code == "E_CALIBRATION"
+    return str(caught.value)
+
+
+def test_a_submission_counts_once(world, files):
+    """A copy, with or without the verdicts that were added to it, is no other evidence."""
+    (files / "copy.evidence").write_bytes((files / "0.evidence").read_bytes())
+    assert f"lease {world.lease().lease_id}" in _refusal(world, files / "0.evidence", files / "copy.evidence")
+
+
+def test_what_a_verifier_failed_is_not_honest(world, honest, files):
+    evidence, failed = world.evidence(honest[0]), verdict_on(world, honest[0], outcome="fail", code="E_HEAD_KL")
+    (files / "0.evidence").write_bytes(encode(replace(evidence, verdicts=(failed,))))
+    assert "fail E_HEAD_KL" in _refusal(world, files / "0.evidence")
+    (files / "0.evidence").write_bytes(encode(replace(evidence, log=logged(world, honest[0], failed))))
+    assert "L.3" in _refusal(world, files / "0.evidence")  # the verdict was taken out, its entry was not
+    liars = replace(failed, signatures={NODE.id: b"x"})
+    (files / "0.evidence").write_bytes(encode(replace(evidence, verdicts=(liars,))))
+    [measured] = measure_files(
+        [files / "0.evidence"], ROOT.public_key, PROFILE.name, Material.of([world.store.path])
+    )
+    assert len(measured.residuals) == 4
+
+
+def test_a_key_that_is_no_verifiers_is_told(world, files, tmp_path):
+    assert "no verifier's key" not in _calibrate(files, world, tmp_path).stderr
+    result = _calibrate(files, world, tmp_path, signer=NODE)
+    assert (result.exit_code, "no verifier's key" in result.stderr) == (0, True)
+
+
+def test_limits_that_cannot_be_written_are_refused(world, files):
+    *_, measured = measure_files(
+        [files / "0.evidence"], ROOT.public_key, PROFILE.name, Material.of([world.store.path])
+    )
+    [far, *_] = measured.residuals
+    with pytest.raises(LocalFault, match="smaller --headroom"):
+        limits([replace(far, kl_T=far.kl_T + 1e9)], PROFILE.name, 256)
 
 
 # -- scores in a session ------------------------------------------------------------------------------------
