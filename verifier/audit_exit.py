@@ -18,6 +18,9 @@ from protocol.text import printable
 
 #: Exit codes; 2 is also what a wrong call gives.
 EXIT: Final = {"pass": 0, "fail": 1, "usage": 2, "malformed": 3, "inconclusive": 4}
+#: Name of the JSON form, and its version: it grows when a key is taken away or changes its meaning, not for new keys.
+SCHEMA: Final = "assay.audit"
+SCHEMA_VERSION: Final = 1
 
 _EVIDENCE: Final = "get the evidence again from /v1/evidence/RECEIPT_ID of the coordinator: this was damaged or changed"
 _LOG: Final = "download the log again: assay audit log http://HOST:PORT --root HEX --save FILE"

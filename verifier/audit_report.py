@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from protocol.causes import likely_causes
 from protocol.errors import AssayError
 from verifier.audit import Audit
+from verifier.audit_exit import SCHEMA, SCHEMA_VERSION
 from verifier.log_audit import LogAudit
-
-#: Grows when a key is taken away or changes its meaning; new keys may come at any time.
-SCHEMA_VERSION: Final = 1
 
 
 def submission_json(result: Audit, file: Path, *, pinned: bool) -> str:
@@ -52,5 +50,5 @@ def error_json(kind: str, outcome: str, error: AssayError) -> str:
 
 
 def _dump(kind: str, outcome: str, code: str | None, fields: dict[str, Any]) -> str:
-    head = {"schema": "assay.audit", "schema_version": SCHEMA_VERSION, "kind": kind, "outcome": outcome, "code": code}
+    head = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "kind": kind, "outcome": outcome, "code": code}
     return json.dumps(head | fields, indent=2)

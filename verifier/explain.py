@@ -15,6 +15,7 @@ from protocol.errors import E_USAGE, LocalFault
 from protocol.evidence import MAGIC
 from protocol.paths import E_FILE
 from protocol.text import printable
+from verifier.audit_exit import SCHEMA, SCHEMA_VERSION
 
 #: Parts of the system whose codes are known; their sources lie beside this package and are read, not imported.
 _PARTS: Final = ("protocol", "verifier", "coordinator", "node", "learner")
@@ -33,23 +34,27 @@ _REPORT: Final[dict[str, Callable[[Any], bool]]] = {
 
 
 def explain(what: str, *, as_json: bool) -> str:
-    """An explanation of a code, or of the JSON report in a file.
+    """An explanation of a code, or of the JSON report in a file. A report's code may be one that is not known here.
 
     Raises:
-        LocalFault: ``E_USAGE`` for what is neither, and for a code that nobody registers.
+        LocalFault: ``E_USAGE`` for what is neither, for a code that nobody registers, and for a report of a later form.
     """
     path = Path(what)
-    report = _report(path) if path.is_file() else None
+    report = _report(path) if _is_file(path) else None
     name = what.upper() if report is None else report["code"]
     if report is None and not _CODE.fullmatch(name):
         raise LocalFault(
             E_USAGE, "neither a code nor a report", expected="E_... or a file with what --json printed",
-            got=f"the folder {what[:80]}" if path.is_dir() else what[:80],
+            got=f"the folder {what[:80]}" if _is_folder(path) else what[:80],
             hint="the code stands in the last line of an audit; docs/errors.md lists all",
         )
-    found = None if name is None else _explanation(name)
+    found = None
+    if name is not None:
+        found = _explanation(name) if report is None else _explanation_in(report, name)
     if as_json:
-        return json.dumps(found if report is None else {"report": _gist(report), "explanation": found}, indent=2)
+        head = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "kind": "explanation", "outcome": "pass"}
+        told = found or {} if report is None else {"report": _gist(report), "explanation": found}
+        return json.dumps(head | told, indent=2)
     lines = [] if report is None else _told(report)
     return "\n".join(printable(line) for line in lines + ([] if found is None else _lines(found)))
 
@@ -68,6 +73,30 @@ def _explanation(name: str) -> dict[str, Any]:
             got=name[:80], hint="docs/errors.md lists all codes",
         )
     return {"code": name, "meaning": meaning, "likely_causes": list(likely_causes(name)), "what_to_do": advice(name)}
+
+
+def _explanation_in(report: dict[str, Any], name: str) -> dict[str, Any]:
+    """The same for the code of a report, as the check that ended with it tells; it may be of a later release."""
+    checks = (str(finding["check"]) for finding in report["findings"] if finding.get("code") == name)
+    check = next(checks, "")
+    return {
+        "code": name, "meaning": meanings().get(name, "a code that this release does not know"),
+        "likely_causes": list(likely_causes(name, check)), "what_to_do": advice(name, check),
+    }
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False  # a name that no file can have
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
@@ -111,9 +140,12 @@ def _strange(report: Any) -> str | None:
     """What keeps a JSON value from being a report; None when nothing does."""
     if not isinstance(report, dict):
         return f"a JSON {_JSON_NAMES[type(report)]}"
-    if report.get("schema") != "assay.audit":
+    if report.get("schema") != SCHEMA:
         keys = ", ".join(str(key) for key in list(report)[:8])
         return f"a JSON object of another schema, with the keys {keys[:200]}" if keys else "an empty JSON object"
+    version = report.get("schema_version")
+    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
+        return f"schema version {str(version)[:80]}; this release reads up to {SCHEMA_VERSION}"
     for name, fits in _REPORT.items():
         if name not in report or not fits(report[name]):
             return f"{name} is missing" if name not in report else f"{name} is a JSON {_JSON_NAMES[type(report[name])]}"

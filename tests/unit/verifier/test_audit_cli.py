@@ -181,7 +181,7 @@ WRONG_CALLS = [
     ("log DATA --against FILE --save FILE", "overwrite --against"), ("run MISSING", "no such file"),
     ("run FILE --remember FILE", "overwrite the log"), ("run FILE --save NEW", "No such option"),
     ("explain E_NOPE", "no such code"), ("explain nonsense", "neither"), ("explain EMPTY", "neither"),
-    ("explain FILE", "no report"), ("explain", "Missing"),
+    ("explain FILE", "no report"), (f"explain {'x' * 300}", "neither"), ("explain", "Missing"),
 ]
 
 
@@ -379,7 +379,10 @@ def test_a_code_is_explained():
         assert words in result.stdout
     found = json.loads(RUNNER.invoke(app, ["explain", "E_LEASE_EXPIRED", "--json"]).stdout)
     assert "deadline" in found["meaning"]
-    assert set(found) == {"code", "meaning", "likely_causes", "what_to_do"}
+    assert set(found) == {
+        "schema", "schema_version", "kind", "outcome", "code", "meaning", "likely_causes", "what_to_do"
+    }
+    assert (found["schema"], found["schema_version"], found["kind"]) == ("assay.audit", 1, "explanation")
 
 
 def test_every_code_that_is_given_a_cause_exists():
@@ -397,12 +400,32 @@ def test_a_report_is_explained(world, write, tmp_path):
     assert found["report"]["failed"][0]["code"] == found["explanation"]["code"] == "E_REPLAY"
 
 
+def test_a_code_of_a_later_release_is_told(tmp_path):
+    report = {"schema": "assay.audit", "schema_version": 1, "kind": "log", "outcome": "fail", "code": "E_NEW_ONE"}
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report | {"findings": []}))
+    status, found = _json("explain", str(path))
+    assert (status, found["explanation"]["code"], found["schema_version"]) == (0, "E_NEW_ONE", 1)
+    text = RUNNER.invoke(app, ["explain", str(path)]).stdout
+    assert text.startswith("FAIL E_NEW_ONE: 0 of 0")
+    assert "does not know" in text
+
+
+def test_a_report_is_explained_as_its_step_tells(world, write, tmp_path, honest):
+    report = tmp_path / "report.json"
+    log = logged(world, honest, verdict_on(world, honest), identity("somebody"))
+    report.write_text(RUNNER.invoke(app, [write(honest, log=log), "--json"]).stdout)
+    assert "head of the log" in str(_json("explain", str(report))[1]["explanation"]["likely_causes"])
+
+
 def test_what_cannot_be_explained(tmp_path):
     assert "E_HEAD_KL" in _json("explain", "E_HED_KL")[1]["expected"]
-    head = '"schema": "assay.audit", "kind": "log", "outcome": "pass"'
+    head = '"schema": "assay.audit", "schema_version": 1, "kind": "log", "outcome": "pass"'
     for text, words in (
         ("{", "no JSON"), ("", "empty"), ("[]", "a JSON list"), ("3", "a JSON number"), ('"x"', "a JSON text"),
         ("null", "a JSON null"), ('{"a": 1}', "another schema"), ('{"schema": []}', "another schema"),
+        ('{"schema": "assay.audit"}', "schema version None"),
+        ("{" + head.replace("1", "99") + "}", "schema version 99"),
         ("{" + head + "}", "code is missing"), ("{" + head + ', "code": 3, "findings": []}', "code is a JSON number"),
         ("{" + head + ', "code": null, "findings": {}}', "findings is a JSON object"),
         ("{" + head + ', "code": null, "findings": [1]}', "finding 0"),
