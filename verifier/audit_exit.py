@@ -40,6 +40,8 @@ def leave(kind: str, as_json: bool, audit: Callable[[], str]) -> NoReturn:
         sys.stdout.flush()
     except OSError as error:
         outcome = _undelivered(error)
+    except SystemExit:  # of rich, whose reader has gone
+        outcome = _undelivered(BrokenPipeError())
     raise typer.Exit(EXIT[outcome])
 
 

@@ -196,11 +196,12 @@ def test_a_report_that_nobody_got_is_neither_a_pass_nor_a_fail(write, honest):
             done = _process(*words, stdout=full)
         assert (done.returncode, b"Traceback" in done.stderr) == (4, False), done.stderr
         assert b"cannot be written; got No space left" in done.stderr
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = _process(path, "--json", stdout=writer)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (4, b"")
+    for words in ([], ["--json"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = _process(path, *words, stdout=writer)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (4, b"")
 
 
 def test_a_terminal_that_knows_ascii_alone_gets_a_report(write, honest):
