@@ -74,12 +74,21 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     "E_LOG_FORK": (_REWRITTEN, "two coordinators of one run keep logs of their own"),
     "E_LOG_CONSISTENCY": (_REWRITTEN, "the proof was damaged on its way"),
     "E_LOG_ROOT": ("the download is incomplete or was changed", _REWRITTEN),
-    "E_DRAW_KEY": ("the coordinator chose its draw key after it had seen the receipts",),
+    "E_LOG_ENTRY": (
+        "the file was damaged or changed", "the coordinator signed an entry that nobody can read, to hide what it did"
+    ),
+    "E_LOG_ORDER": ("the coordinator wrote down what did not happen, or left out what did",),
+    "E_DRAW_KEY": (
+        "the coordinator chose its draw key after it had seen the receipts",
+        "it keeps the key to itself, so that nobody can make its draws again",
+    ),
     "E_DRAW_LATE": ("a receipt was drawn with a key that somebody may have known",),
     "E_DRAW_RATE": ("the coordinator spares a node, or presses it harder than the rules say",),
     "E_DRAW_SKIPPED": ("the coordinator or a verifier let a bundle pass that should have been recomputed",),
     "E_DRAW_PRETEXT": ("a node was singled out for a recomputation that nothing in the log explains",),
-    "E_BAN_UNFOUNDED": ("a node was banned without a verdict against it",),
+    "E_BAN_UNFOUNDED": (
+        "a node was banned without a verdict or suspicion against it that counted", "the operator gave no reason"
+    ),
 }
 
 #: (Code, step) -> likely causes and what to do, where the step that found it says more than the code.

@@ -1,27 +1,34 @@
 """Every audit draw of a run, made again from its log once the keys are revealed.
 
-Steps D.1 to D.6 of ``docs/spec/log.md``, "Auditing the draws". All that can fail here is the coordinator's doing.
+Steps D.1 to D.8 of ``docs/spec/log.md``, "Auditing the draws". All that can fail here is the coordinator's doing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from protocol.audit_draw import commit_to, is_drawn
-from protocol.errors import PeerFault, code
+from protocol.errors import LocalFault, PeerFault, code
+from protocol.identity import key_id
 from protocol.log_entry import E_LOG_ENTRY, LogEntry
 from protocol.messages import RunManifest
+from verifier.ban_grounds import BanGrounds
+from verifier.draw_counts import DrawAudit, DrawnReceipt, count
+from verifier.entry_form import malformed
 from verifier.findings import Report, counted
 from verifier.node_trust import TrustBook
+
+__all__ = ["DrawAudit", "audit_draws"]
 
 E_DRAW_KEY = code("E_DRAW_KEY", "a draw key is not the one that was committed to, or not revealed in its turn")
 E_DRAW_LATE = code("E_DRAW_LATE", "a receipt was logged when its draw key was not yet bound, or no longer secret")
 E_DRAW_RATE = code("E_DRAW_RATE", "a bundle was drawn at another rate than the rules give its node")
 E_DRAW_SKIPPED = code("E_DRAW_SKIPPED", "a bundle that was drawn passed without a recomputation")
 E_DRAW_PRETEXT = code("E_DRAW_PRETEXT", "a bundle was recomputed that was neither drawn nor under review")
-E_BAN_UNFOUNDED = code("E_BAN_UNFOUNDED", "a ban names a bundle that no verdict of the log speaks against")
+E_BAN_UNFOUNDED = code("E_BAN_UNFOUNDED", "a ban rests on nothing in the log that counts, and on no operator's reason")
+E_LOG_ORDER = code("E_LOG_ORDER", "an entry of the log tells what cannot have happened after the entries before it")
 
 _CHECKS: Final = {
     E_DRAW_KEY: ("D.1 draw keys", "as committed to, revealed once, in turn"),
@@ -30,73 +37,20 @@ _CHECKS: Final = {
     E_DRAW_SKIPPED: ("D.4 no drawn bundle skipped", "T2 before every pass of a drawn bundle"),
     E_DRAW_PRETEXT: ("D.5 no false pretext", "T2 only for drawn bundles and reviews"),
     E_BAN_UNFOUNDED: ("D.6 bans", "each upon a failure in the log, or the operator's with a reason"),
+    E_LOG_ENTRY: ("D.7 form of entries", "the fields of their kinds"),
+    E_LOG_ORDER: ("D.8 order of entries", "each what can have happened after those before it"),
 }
-#: Code of a ban that rests on a sum over bundles instead of one that failed.
-_BY_SUSPICION: Final = "E_SUSPICION"
-
-
-@dataclass
-class DrawAudit:
-    """What was counted on the way."""
-
-    receipts: int = 0
-    drawn: int = 0  #: selected by a revealed key; the sum of the next six
-    drawn_recomputed: int = 0  #: with a verdict that says T2
-    drawn_failed: int = 0  #: failed T0 or T1, so that nobody asked the model
-    drawn_void: int = 0  #: undecided when their node was banned, which voids what it handed in
-    drawn_set_aside: int = 0  #: could not be judged
-    drawn_skipped: int = 0  #: passed without T2: D.4 does not hold
-    undecided: int = 0  #: none of these by the end of the log
-    not_drawn: int = 0  #: spared by a revealed key
-    secret: int = 0  #: receipts whose draw key is not revealed yet
-    recomputed: int = 0  #: with a verdict that says T2, drawn or not
-    recomputed_secret: int = 0  #: those of them under a key still secret
-    reviewed: int = 0  #: put back into the queue after they had passed
-    bans: int = 0
-    operator_bans: int = 0
-
-    def to_dict(self) -> dict[str, int]:
-        """The counts by name."""
-        return asdict(self)
-
-    def words(self) -> str:
-        """The counts for a human."""
-        besides = self.recomputed - self.drawn_recomputed - self.recomputed_secret
-        skipped = f"{self.drawn_skipped} PASSED WITHOUT IT, " if self.drawn_skipped else ""
-        return "\n".join([
-            f"{counted(self.receipts, 'receipt')}: {self.drawn} drawn, {self.not_drawn} not drawn, "
-            f"{self.secret} under a key still secret",
-            f"of the {self.drawn} drawn: {self.drawn_recomputed} recomputed, {self.drawn_failed} failed before that, "
-            f"{self.drawn_void} void because the node was banned first, {self.drawn_set_aside} set aside, {skipped}"
-            f"{self.undecided} undecided",
-            f"recomputed besides: {besides} not drawn, {self.recomputed_secret} under a key still secret; "
-            f"{self.reviewed} put under review",
-            f"{counted(self.bans, 'ban')} upon the log, {self.operator_bans} by the operator",
-        ])
+#: How much longer than its time a key may stay secret, and how long a coordinator that was away has to tell it, in ms.
+_SLACK_MS: Final = 300_000
+_SHOWN: Final = 20
 
 
 @dataclass
 class _Epoch:
     key_sha256: str
+    due_ms: int  #: when its key must be revealed at the latest
     key: bytes | None = None
-
-
-@dataclass
-class _Receipt:
-    receipt_id: str
-    sha256: str
-    node_id: str
-    epoch: int
-    rate_ppm: int
-    index: int
-    review: bool = False
-    set_aside: bool = False
-    void: bool = False  #: undecided when its node was banned
-    decided: bool = False
-    passed_without_t2: bool = False
-    recomputed: bool = False
-    pretext: bool = False  #: recomputed outside a review
-    failed: bool = False
+    overdue_ms: int | None = None  #: first time after that of which the log tells
 
 
 @dataclass
@@ -105,55 +59,141 @@ class _Walk:
 
     run: RunManifest
     trust: TrustBook
+    grounds: BanGrounds
+    verifiers: frozenset[str]
     counts: DrawAudit = field(default_factory=DrawAudit)
     epochs: dict[int, _Epoch] = field(default_factory=dict)
-    receipts: dict[str, _Receipt] = field(default_factory=dict)
-    suspicion: set[str] = field(default_factory=set)  #: receipts that changed the suspicion of a node
+    newest: int = -1  #: number of the last epoch that began
+    secret: set[int] = field(default_factory=set)  #: epochs whose keys are awaited
+    receipts: dict[str, DrawnReceipt] = field(default_factory=dict)
+    digests: set[str] = field(default_factory=set)  #: signed messages that were logged
+    entries: int = 0
+    at_ms: int = 0
+    founded: bool = False
+    rebuilt: bool = False  #: what came before is of the first release, which told too little
     problems: dict[str, list[PeerFault]] = field(default_factory=dict)
 
     def problem(self, code: str, message: str, expected: object, got: object) -> None:
         self.problems.setdefault(code, []).append(PeerFault(code, message, expected=expected, got=got))
 
+    def disorder(self, entry: LogEntry, expected: object, got: object) -> None:
+        self.problem(E_LOG_ORDER, f"entry {entry.index}, {entry.kind}", expected, got)
+
+    def receipt(self, entry: LogEntry) -> DrawnReceipt | None:
+        """The receipt that an entry is about."""
+        found = self.receipts.get(entry.body["receipt_id"])
+        if found is None and not self.rebuilt:
+            self.disorder(entry, "a receipt that was logged before", entry.body["receipt_id"])
+        return found
+
 
 def audit_draws(run: RunManifest, entries: Iterable[LogEntry], report: Report) -> DrawAudit:
     """Follow a log from its first entry and write down, per step, whether it holds.
 
-    Raises:
-        PeerFault: ``E_LOG_ENTRY`` for an entry that does not say what its kind must.
+    What the coordinator signed and nobody can read is its doing too: no entry ends the audit.
     """
-    walk = _Walk(run, TrustBook(run))
+    verifiers = frozenset(key_id(bytes.fromhex(key)) for key in run.roles.verifiers)
+    walk = _Walk(run, TrustBook(run), BanGrounds(run), verifiers)
     for entry in entries:
-        try:
-            _STEPS.get(entry.kind, _nothing)(walk, entry)
-            walk.trust.follow(entry)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PeerFault(
-                E_LOG_ENTRY, f"entry {entry.index} is no '{entry.kind}'", expected="the fields of its kind",
-                got=f"{type(error).__name__}: {error}",
-            ) from None
+        _follow(walk, entry)
+    if not walk.founded and not walk.rebuilt:
+        walk.problem(E_LOG_ORDER, "the log tells nothing of its run", "a first entry: founded", "none")
     _settle(walk)
     for found, (check, expected) in _CHECKS.items():
         problems = walk.problems.get(found, [])
-        for problem in problems[:20]:
+        for problem in problems[:_SHOWN]:
             report.fault(check, problem, blames_node=True)
-        if not problems:
+        doubt = _doubt(walk, found)
+        if doubt is not None:
+            report.fault(check, doubt, blames_node=False)
+        elif not problems:
             report.note(check, expected, _told(walk, found))
     return walk.counts
 
 
+def _doubt(walk: _Walk, found: str) -> LocalFault | None:
+    """What can neither be said to hold nor held against the coordinator."""
+    if found == E_LOG_ENTRY and walk.rebuilt:
+        return LocalFault(
+            found, "the first entries are of the first release, whose draws cannot be made again",
+            expected="no log-rebuilt", got="log-rebuilt",
+        )
+    overdue = sorted(number for number in walk.secret if walk.at_ms > walk.epochs[number].due_ms)
+    if found == E_DRAW_KEY and overdue:
+        return LocalFault(
+            found, f"the log ends just after the key of epoch {overdue[0]} was due", expected="the key, by now",
+            got="a coordinator that was away, or one that never tells it",
+            hint="ask the coordinator for its log again",
+        )
+    return None
+
+
+def _follow(walk: _Walk, entry: LogEntry) -> None:
+    walk.entries, walk.at_ms = walk.entries + 1, entry.at_ms
+    _check_keys_told(walk, entry)
+    wrong = malformed(entry)
+    if wrong is not None:
+        name, expected, got = wrong
+        walk.problem(E_LOG_ENTRY, f"entry {entry.index}, {entry.kind}: {name}", expected, got)
+        return
+    disorder = walk.trust.out_of_order(entry)
+    if disorder is not None:
+        walk.disorder(entry, *disorder)
+    _STEPS.get(entry.kind, _nothing)(walk, entry)
+    walk.trust.follow(entry)
+
+
+def _check_keys_told(walk: _Walk, entry: LogEntry) -> None:
+    """A key is told in its time, or as soon as a coordinator that was away is back."""
+    for number in sorted(walk.secret):
+        epoch = walk.epochs[number]
+        if entry.at_ms <= epoch.due_ms:
+            continue
+        if epoch.overdue_ms is None:
+            epoch.overdue_ms = entry.at_ms
+        elif entry.at_ms > epoch.overdue_ms + _SLACK_MS:
+            walk.secret.discard(number)
+            late_s = (entry.at_ms - epoch.due_ms) // 1000
+            walk.problem(
+                E_DRAW_KEY, f"entry {entry.index}: the key of epoch {number} is still secret", "told when it is due",
+                f"{late_s} s later",
+            )
+
+
+def _founded(walk: _Walk, entry: LogEntry) -> None:
+    if entry.index != 0:
+        walk.disorder(entry, "once, as the first entry", "later")
+    if entry.body["run_id"] != walk.run.run_id:
+        walk.disorder(entry, f"run {walk.run.run_id}", entry.body["run_id"][:80])
+    walk.founded = walk.founded or entry.index == 0
+
+
+def _rebuilt(walk: _Walk, entry: LogEntry) -> None:
+    """The entries before are of the first release: nothing can be said of them, nor of the nodes they tell of."""
+    if walk.rebuilt or walk.receipts or entry.body["entries"] != entry.index:
+        walk.disorder(entry, "once, and after entries of the first release only", f"{entry.body['entries']} entries")
+        return
+    walk.problems.clear()
+    walk.rebuilt, walk.trust.began = True, False
+
+
 def _began(walk: _Walk, entry: LogEntry) -> None:
     number = entry.body["epoch"]
-    if walk.epochs and (number != max(walk.epochs) + 1 or walk.epochs[number - 1].key is None):
-        walk.problem(E_DRAW_KEY, f"entry {entry.index}: epoch out of turn", max(walk.epochs) + 1, number)
-    walk.epochs[number] = _Epoch(entry.body["key_sha256"])
+    if number != walk.newest + 1:
+        walk.problem(E_DRAW_KEY, f"entry {entry.index}: epoch out of turn", walk.newest + 1, number)
+    if number in walk.epochs:
+        return
+    time_ms = 2 * (walk.run.audit.epoch_ms + walk.run.batch.lease_ms) + _SLACK_MS
+    walk.epochs[number] = _Epoch(entry.body["key_sha256"], entry.at_ms + time_ms)
+    walk.newest = max(walk.newest, number)
+    walk.secret.add(number)
 
 
 def _revealed(walk: _Walk, entry: LogEntry) -> None:
     number, key = entry.body["epoch"], bytes.fromhex(entry.body["key"])
     epoch = walk.epochs.get(number)
     if epoch is None:
-        if walk.epochs:
-            walk.problem(E_DRAW_KEY, f"entry {entry.index}: key of an epoch that never began", "a commitment", number)
+        walk.problem(E_DRAW_KEY, f"entry {entry.index}: key of an epoch that never began", "a commitment", number)
         return
     if epoch.key is not None or commit_to(key) != epoch.key_sha256:
         walk.problem(
@@ -161,14 +201,17 @@ def _revealed(walk: _Walk, entry: LogEntry) -> None:
         )
         return
     epoch.key = key
+    walk.secret.discard(number)
 
 
 def _submitted(walk: _Walk, entry: LogEntry) -> None:
     body = entry.body
+    if body["receipt_id"] in walk.receipts or body["sha256"] in walk.digests:
+        walk.disorder(entry, "each receipt once", f"receipt {body['receipt_id']} again")
+        return
+    walk.digests.add(body["sha256"])
     expected = walk.trust.expected_ppm(body["node_id"], entry.at_ms)
-    if "epoch" not in body:
-        return  # by the first release, whose log cannot be followed
-    receipt = _Receipt(
+    receipt = DrawnReceipt(
         body["receipt_id"], body["sha256"], body["node_id"], body["epoch"], body["rate_ppm"], entry.index
     )
     walk.receipts[receipt.receipt_id] = receipt
@@ -176,16 +219,24 @@ def _submitted(walk: _Walk, entry: LogEntry) -> None:
     if expected is not None and receipt.rate_ppm != expected:
         walk.problem(E_DRAW_RATE, _about(receipt), f"{expected} ppm", f"{receipt.rate_ppm} ppm")
     epoch = walk.epochs.get(receipt.epoch)
-    if epoch is None or epoch.key is not None:
+    if epoch is None or epoch.key is not None or receipt.epoch != walk.newest:
         walk.problem(
             E_DRAW_LATE, _about(receipt), f"while epoch {receipt.epoch} is open",
-            "before it began" if epoch is None else "after its key was revealed",
+            "before it began" if epoch is None else "after its key was revealed" if epoch.key is not None
+            else f"when epoch {walk.newest} had begun",
         )
 
 
 def _verdict(walk: _Walk, entry: LogEntry) -> None:
     body = entry.body
-    receipt = walk.receipts.get(body["receipt_id"])
+    receipt = walk.receipt(entry)
+    if body["verifier_id"] not in walk.verifiers:
+        walk.disorder(entry, "a verifier of the run", body["verifier_id"][:16])
+        return
+    if body["sha256"] in walk.digests:
+        walk.disorder(entry, "each verdict once", f"verdict {body['sha256'][:16]} again")
+        return
+    walk.digests.add(body["sha256"])
     if receipt is None:
         return
     recomputed = "T2" in body["tiers"]
@@ -193,54 +244,81 @@ def _verdict(walk: _Walk, entry: LogEntry) -> None:
         walk.counts.recomputed += 0 if receipt.recomputed else 1
         receipt.recomputed = True
         receipt.pretext = receipt.pretext or not receipt.review
-    receipt.failed = receipt.failed or body["outcome"] == "fail"
-    if not body["counted"] or body["outcome"] == "inconclusive":
-        return
-    receipt.decided = True
-    if body["outcome"] == "pass":
+    if not body["counted"] and not receipt.decided:
+        walk.disorder(entry, "counted: the receipt was not decided", "not counted")
+    if body["counted"] and receipt.decided and not receipt.in_review:
+        walk.disorder(entry, "not counted: the receipt was decided", "counted")
+    elif body["counted"] and body["outcome"] != "inconclusive":
+        _decided(walk, receipt, body, recomputed=recomputed)
+    # Whatever it counts for: a drawn bundle never passes without a recomputation.
+    if body["counted"] and body["outcome"] == "pass":
         receipt.passed_without_t2 = receipt.passed_without_t2 or not recomputed
-        if recomputed:
-            walk.trust.passed(receipt.node_id)
+
+
+def _decided(walk: _Walk, receipt: DrawnReceipt, body: Mapping[str, Any], *, recomputed: bool) -> None:
+    receipt.decided, receipt.in_review = True, False
+    receipt.passed = body["outcome"] == "pass"
+    receipt.failed = receipt.failed or not receipt.passed
+    walk.grounds.counted(receipt.receipt_id, body["outcome"], body["code"], body["tiers"])
+    if receipt.passed and recomputed:
+        walk.trust.passed(receipt.node_id)
 
 
 def _set_aside(walk: _Walk, entry: LogEntry) -> None:
-    receipt = walk.receipts.get(entry.body["receipt_id"])
-    if receipt is not None:
-        receipt.decided = receipt.set_aside = True
+    receipt = walk.receipt(entry)
+    if receipt is None:
+        return
+    if receipt.decided:
+        walk.disorder(entry, "a receipt that was not decided", receipt.receipt_id)
+    receipt.decided = receipt.set_aside = True
 
 
 def _review(walk: _Walk, entry: LogEntry) -> None:
-    receipt = walk.receipts.get(entry.body["receipt_id"])
-    if receipt is not None:
-        receipt.review = True
-        walk.counts.reviewed += 1
+    receipt = walk.receipt(entry)
+    if receipt is None:
+        return
+    if not receipt.passed or receipt.review:
+        walk.disorder(entry, "once, of a receipt that had passed", receipt.receipt_id)
+        return
+    receipt.review = receipt.in_review = True
+    walk.counts.reviewed += 1
 
 
 def _suspicion(walk: _Walk, entry: LogEntry) -> None:
-    if entry.body["after_milli"] > entry.body["before_milli"]:
-        walk.suspicion.add(entry.body["receipt_id"])
+    receipt = walk.receipt(entry)
+    if receipt is None:
+        return
+    if receipt.node_id != entry.body["node_id"]:
+        walk.disorder(entry, f"a receipt of node {entry.body['node_id'][:16]}", "another node's")
+        return
+    wrong = walk.grounds.weigh(entry)
+    if wrong is not None:
+        walk.disorder(entry, *wrong)
 
 
 def _banned(walk: _Walk, entry: LogEntry) -> None:
-    receipt_id = entry.body["receipt_id"]
+    node_id, receipt_id = entry.body["node_id"], entry.body["receipt_id"]
     if receipt_id is None:
         walk.counts.operator_bans += 1
     else:
-        _check_ban(walk, entry, receipt_id)
+        walk.counts.bans += 1
+    receipt = None if receipt_id is None else walk.receipts.get(receipt_id)
+    wrong = walk.grounds.of_ban(entry, None if receipt is None else receipt.node_id)
+    if wrong is not None and not (walk.rebuilt and receipt_id is not None and receipt is None):
+        walk.problem(E_BAN_UNFOUNDED, f"entry {entry.index}: ban of node {node_id[:16]}", *wrong)
     for other in walk.receipts.values():
-        if other.node_id == entry.body["node_id"] and not other.decided:
-            other.decided = other.void = True  # what it handed in is void
+        if other.node_id == node_id:
+            other.in_review = False
+            if not other.decided:
+                other.decided = other.void = True  # what it handed in is void
 
 
-def _check_ban(walk: _Walk, entry: LogEntry, receipt_id: str) -> None:
-    walk.counts.bans += 1
-    receipt = walk.receipts.get(receipt_id)
-    by_suspicion = entry.body["code"] == _BY_SUSPICION and receipt_id in walk.suspicion
-    if receipt is None or receipt.node_id != entry.body["node_id"] or not (receipt.failed or by_suspicion):
-        walk.problem(
-            E_BAN_UNFOUNDED, f"entry {entry.index}: ban of node {entry.body['node_id'][:16]}",
-            f"a failure of receipt {receipt_id}", "none" if receipt is None or not receipt.failed else "another node's",
-        )
+def _unbanned(walk: _Walk, entry: LogEntry) -> None:
+    walk.grounds.unbanned(entry.body["node_id"])
+
+
+def _profile_changed(walk: _Walk, entry: LogEntry) -> None:
+    walk.grounds.changed_profile(entry.body["node_id"])
 
 
 def _nothing(walk: _Walk, entry: LogEntry) -> None:
@@ -248,8 +326,9 @@ def _nothing(walk: _Walk, entry: LogEntry) -> None:
 
 
 _STEPS: Final = {
-    "epoch-began": _began, "epoch-revealed": _revealed, "submitted": _submitted, "verdict": _verdict,
-    "set-aside": _set_aside, "review": _review, "suspicion": _suspicion, "banned": _banned,
+    "founded": _founded, "log-rebuilt": _rebuilt, "epoch-began": _began, "epoch-revealed": _revealed,
+    "submitted": _submitted, "verdict": _verdict, "set-aside": _set_aside, "review": _review,
+    "suspicion": _suspicion, "banned": _banned, "unbanned": _unbanned, "profile-changed": _profile_changed,
 }
 
 
@@ -262,42 +341,24 @@ def _settle(walk: _Walk) -> None:
             walk.counts.recomputed_secret += receipt.recomputed
             continue
         drawn = is_drawn(epoch.key, receipt.sha256, receipt.rate_ppm)
-        _count(walk.counts, receipt, drawn=drawn)
+        count(walk.counts, receipt, drawn=drawn)
         if drawn and receipt.passed_without_t2:
             walk.problem(E_DRAW_SKIPPED, _about(receipt), "T2 before it passed", "a pass without T2")
         if not drawn and receipt.pretext:
             walk.problem(E_DRAW_PRETEXT, _about(receipt), "no T2: not drawn", "T2 outside a review")
 
 
-def _count(counts: DrawAudit, receipt: _Receipt, *, drawn: bool) -> None:
-    """Put a receipt whose key is known into exactly one of the sums."""
-    counts.drawn += drawn
-    if not drawn:
-        counts.not_drawn += 1
-    elif receipt.passed_without_t2:
-        counts.drawn_skipped += 1
-    elif receipt.recomputed:
-        counts.drawn_recomputed += 1
-    elif receipt.failed:
-        counts.drawn_failed += 1
-    elif receipt.set_aside:
-        counts.drawn_set_aside += 1
-    elif receipt.void:
-        counts.drawn_void += 1
-    else:
-        counts.undecided += 1
-
-
-def _about(receipt: _Receipt) -> str:
+def _about(receipt: DrawnReceipt) -> str:
     return f"entry {receipt.index}: receipt {receipt.receipt_id} of node {receipt.node_id[:16]}"
 
 
 def _told(walk: _Walk, found: str) -> str:
-    counts = walk.counts
+    counts, entries = walk.counts, "1 entry" if walk.entries == 1 else f"{walk.entries} entries"
     told: dict[str, Any] = {
         E_DRAW_KEY: counted(len(walk.epochs), "epoch"), E_DRAW_LATE: counted(counts.receipts, "receipt"),
         E_DRAW_RATE: counted(counts.receipts, "receipt"), E_DRAW_SKIPPED: f"{counts.drawn} drawn",
         E_DRAW_PRETEXT: f"{counts.recomputed} recomputed, {counts.reviewed} reviewed",
         E_BAN_UNFOUNDED: f"{counted(counts.bans, 'ban')}, {counts.operator_bans} by the operator",
+        E_LOG_ENTRY: entries, E_LOG_ORDER: entries,
     }
     return str(told[found])

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy import select
 
+from coordinator import event_log
 from coordinator.app import create_app
 from coordinator.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
@@ -172,6 +173,7 @@ class Pipeline:
         (self.folder / "coordinator.db").write_bytes(empty_database())
         database = Database(sqlite_url(self.folder / "coordinator.db"))
         with database.write() as session:
+            event_log.append(session, self.clock.now_ms(), "founded", {"run_id": self.world.run.run_id, "name": "zoo"})
             create_invite(session, self.clock.now_ms(), label="test", ttl_ms=10**12, uses=None, token=TOKEN)
         database.close()
 

@@ -14,6 +14,7 @@ import httpx
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from coordinator import event_log
 from coordinator.app import create_app
 from coordinator.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
@@ -141,6 +142,7 @@ def found_run(directory: Path, clock: FakeClock, **changes: Any) -> dict[str, Id
     (directory / "coordinator.db").write_bytes(empty_database())
     database = Database(sqlite_url(directory / "coordinator.db"))
     with database.write() as session:
+        event_log.append(session, clock.now_ms(), "founded", {"run_id": RUN_ID, "name": manifest.name})
         create_invite(session, clock.now_ms(), label="test", ttl_ms=10**9, uses=None, token=TOKEN)
     database.close()
     return keys
