@@ -21,6 +21,7 @@ from protocol.log_head import LogHead
 from protocol.messages import RunManifest
 from protocol.paths import Named, check_input_file, check_output_file, replacing
 from protocol.signed_note import MAX_NOTE_BYTES
+from protocol.text import printable
 from verifier.audit_report import log_json
 from verifier.audit_table import ended, findings_table
 from verifier.draw_audit import DrawAudit, audit_draws
@@ -131,7 +132,6 @@ def _check_call(
         inputs.append(("the log", Path(where)))
     for name, path in inputs:
         check_input_file(name, path)
-        _check_regular(name, path)
     if save is not None:
         check_output_file("--save", save, inputs)
         _check_replaceable("--save", save, log_file.MAGIC, "a log file, or a new file")
@@ -139,15 +139,6 @@ def _check_call(
     if remember is not None:
         check_output_file("--remember", remember, inputs)
         _check_remembered(remember)
-
-
-def _check_regular(name: str, path: Path) -> None:
-    """A pipe could be read once only, and might never end."""
-    if not path.is_file():
-        raise LocalFault(
-            E_USAGE, f"{name} is a pipe or a device", expected="a file on a disk", got=str(path)[:400],
-            hint="write it to a file first",
-        )
 
 
 def _check_replaceable(name: str, path: Path, magic: bytes, expected: str) -> None:
@@ -162,7 +153,7 @@ def _check_replaceable(name: str, path: Path, magic: bytes, expected: str) -> No
 def _check_remembered(path: Path) -> None:
     if not path.exists():
         return
-    _check_regular("--remember", path)
+    check_input_file("--remember", path)
     if _start_of(path, len(evidence_file.MAGIC)) == evidence_file.MAGIC:
         raise LocalFault(
             E_USAGE, "--remember would overwrite evidence", expected="a head that was remembered, or a new file",
@@ -268,7 +259,7 @@ def _finish(result: LogAudit, remember: Path | None) -> None:
 
 def _print(result: LogAudit, summary: str) -> None:
     console = Console(highlight=False)
-    console.print(f"run  {result.run.name} ({result.run.run_id})", soft_wrap=True, markup=False)
+    console.print(f"run  {printable(result.run.name)} ({result.run.run_id})", soft_wrap=True, markup=False)
     console.print(findings_table(result.report.findings))
     console.print(summary, soft_wrap=True, markup=False)
     console.print(f"[{_STYLE[result.outcome]}]{result.outcome.upper()}[/]{ended('', result.code)}", soft_wrap=True)
@@ -277,6 +268,10 @@ def _print(result: LogAudit, summary: str) -> None:
     for note in result.conflicts:
         alone = LogHead.peek(note).size == result.head.size
         console.print(_HEADS_PROVE if alone else _ENTRIES_PROVE, soft_wrap=True)
-        console.print(note, soft_wrap=True, markup=False)
+        console.print(_shown(note), soft_wrap=True, markup=False)
     if result.conflicts:
-        console.print(result.note, soft_wrap=True, markup=False)
+        console.print(_shown(result.note), soft_wrap=True, markup=False)
+
+
+def _shown(note: str) -> str:
+    return "\n".join(printable(line) for line in note.splitlines())
