@@ -62,7 +62,7 @@ class Folder:
         return self.path / "nodes" / name
 
     def claim(self) -> None:
-        """Nothing of somebody else's is here.
+        """Nothing of somebody else's is here; a model made beforehand may be, and is looked at when it is needed.
 
         Raises:
             LocalFault: ``E_CONFIG`` for a file, and for a folder that holds something but no run of ``assay up``.
@@ -70,7 +70,7 @@ class Folder:
         if not self.path.exists() or self.choices.exists():
             return
         here = [found.name for found in self.path.iterdir()] if self.path.is_dir() else ["a file"]
-        strangers = sorted({*here} - {self.lock.name})
+        strangers = sorted({*here} - {self.lock.name, self.model.name})
         if strangers:
             raise LocalFault(
                 E_CONFIG, f"{self.path} holds something else", expected="a new folder, or one made by assay up",

@@ -156,7 +156,8 @@ def test_no_run_is_founded_in_a_folder_of_somebody_elses(tmp_path: Path) -> None
     folder.claim()
     folder.path.mkdir()
     folder.lock.touch()
-    folder.claim()  # a start that was refused
+    folder.model.mkdir()
+    folder.claim()  # a start that was refused, a model made beforehand
     (folder.path / "thesis.tex").touch()
     with pytest.raises(LocalFault, match=r"E_CONFIG.*thesis\.tex"):
         folder.claim()
