@@ -120,7 +120,7 @@ def replay_command(
     """Make a version again from the record and compare it, bit by bit, with what was published."""
     from learner.checkpoint import ResumePoints
     from learner.journal import Journal
-    from learner.places import root_key
+    from protocol.identity import root_key
     from protocol.messages import RunManifest
     from protocol.store import open_store
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from protocol.client import CoordinatorClient
 from protocol.errors import E_CONFIG, E_WRONG_KEY, LocalFault
-from protocol.identity import Identity
+from protocol.identity import Identity, root_key
 from protocol.messages import RunManifest
 from protocol.store import Store, open_store
 from protocol.weights.layout import Layout, State, read_safetensors
@@ -29,26 +29,11 @@ def open_run(client: CoordinatorClient, root: str, now_ms: int) -> RunManifest:
     """The run manifest, once it is known to be signed by ``root`` and not expired.
 
     Raises:
-        LocalFault: ``E_CONFIG`` when ``root`` is not a public key.
+        LocalFault: ``E_USAGE`` when ``root`` is not a public key.
         PeerFault: what is wrong with the manifest.
         Transient: the coordinator cannot be reached.
     """
     return RunManifest.open(client.run_manifest(), root_key(root), now_ms=now_ms)
-
-
-def root_key(text: str) -> bytes:
-    """The run's root public key from its hex digits.
-
-    Raises:
-        LocalFault: ``E_CONFIG``.
-    """
-    try:
-        key = bytes.fromhex(text)
-    except ValueError:
-        key = b""
-    if len(key) != 32:
-        raise LocalFault(E_CONFIG, "--root is not a public key", expected="64 hex digits", got=text[:80])
-    return key
 
 
 def learner_key(client: CoordinatorClient, manifest: RunManifest) -> Identity:

@@ -14,7 +14,7 @@ from pathlib import Path
 from nacl.exceptions import BadSignatureError
 from nacl.signing import SigningKey, VerifyKey
 
-from protocol.errors import E_KEY_FILE, E_SIGNATURE, LocalFault, PeerFault
+from protocol.errors import E_KEY_FILE, E_SIGNATURE, E_USAGE, LocalFault, PeerFault
 
 
 def key_id(public_key: bytes) -> str:
@@ -132,3 +132,18 @@ def public_key_of(value: object) -> bytes | None:
     except ValueError:
         return None
     return key if len(key) == 32 and key.hex() == value else None
+
+
+def root_key(text: str) -> bytes:
+    """The root public key of a run, from ``--root``; upper-case digits are taken as well.
+
+    Raises:
+        LocalFault: ``E_USAGE``.
+    """
+    key = public_key_of(text.lower())
+    if key is None:
+        raise LocalFault(
+            E_USAGE, "--root is not a public key", expected="64 hex digits", got=text[:80] or "nothing",
+            hint="the root public key stands in the run's join link (root=...)",
+        )
+    return key

@@ -51,16 +51,12 @@ DEFAULT_CACHE: Final = Path("~/.cache/assay/chunks")
 @contextmanager
 def _catalogue(coordinator: str, root: str) -> Iterator[Catalogue]:
     from protocol.client import CoordinatorClient
-    from protocol.errors import E_USAGE, LocalFault
+    from protocol.identity import root_key
     from protocol.weights.catalogue import Catalogue
 
-    if len(root) != 64 or any(digit not in "0123456789abcdef" for digit in root):
-        raise LocalFault(
-            E_USAGE, "that is no root key", expected="64 lower-case hex digits", got=root[:80],
-            hint="it stands in the join link, after root=",
-        )
+    trusted = root_key(root).hex()
     with CoordinatorClient(coordinator, None) as client:
-        yield Catalogue.read(client, root)
+        yield Catalogue.read(client, trusted)
 
 
 @contextmanager

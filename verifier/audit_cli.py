@@ -9,9 +9,9 @@ from typing import Annotated, Final
 import typer
 
 from protocol.errors import AssayError
+from protocol.identity import root_key
 from protocol.paths import Named, check_input_file, check_input_folder, check_output_file, read_input_file
 from protocol.text import printable
-from verifier.arguments import address, root_key
 from verifier.audit_exit import leave
 from verifier.audit_group import AuditGroup
 
@@ -85,7 +85,7 @@ def log_command(
     from verifier import log_cli
 
     leave("log", as_json, lambda: log_cli.audit(
-        address(source), _root_key(root), remember, against or [], receipt or [], save, whole=whole, as_json=as_json
+        _address(source), _root_key(root), remember, against or [], receipt or [], save, whole=whole, as_json=as_json
     ))
 
 
@@ -99,7 +99,7 @@ def run_command(source: Source, root: Root = None, remember: Remember = None, as
     from verifier import log_cli
 
     leave("run", as_json, lambda: log_cli.audit_run(
-        address(source), _root_key(root), remember, as_json=as_json
+        _address(source), _root_key(root), remember, as_json=as_json
     ))
 
 
@@ -154,3 +154,9 @@ def _audit(
 
 def _root_key(root: str | None) -> bytes | None:
     return None if root is None else root_key(root)
+
+
+def _address(source: str) -> str:
+    """A coordinator's address, whose scheme means the same in any case; or a file's name as it is."""
+    scheme, mark, rest = source.partition("://")
+    return f"{scheme.lower()}{mark}{rest}" if scheme.lower() in ("http", "https") else source

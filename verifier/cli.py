@@ -84,9 +84,8 @@ def calibrate(
     The operator puts the record into a run with `assay coordinator init --calibration FILE`.
     """
     from protocol.clock import SystemClock
-    from protocol.identity import Identity
+    from protocol.identity import Identity, root_key
     from protocol.paths import check_input_file, check_output_file, replacing
-    from verifier.arguments import root_key
     from verifier.calibrate import make_record, measure_files
     from verifier.calibration_table import print_record
     from verifier.material import Material

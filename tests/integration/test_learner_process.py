@@ -22,7 +22,7 @@ from learner.parts import read_part
 from learner.places import read_model
 from learner.replay import E_LEARNER_REPLAY
 from learner.trainer import Trainer
-from protocol.errors import E_CONFIG, E_KEY_FILE, E_SIGNATURE, AssayError
+from protocol.errors import E_CONFIG, E_KEY_FILE, E_SIGNATURE, E_USAGE, AssayError
 from protocol.identity import Identity
 from protocol.store import E_STORE_URL
 from protocol.weights.state_root import state_root
@@ -147,7 +147,7 @@ def test_bad_calls_end_with_their_codes(server: Server, tmp_path: Path):
     assert process.returncode == 1
     assert "E_WRONG_KEY" in errors
     for more, code in (
-        (["--root", "abc"], E_CONFIG), (["--root", LEARNER.public_key.hex()], E_SIGNATURE),
+        (["--root", "abc"], E_USAGE), (["--root", LEARNER.public_key.hex()], E_SIGNATURE),
         (["--set", "loss.preset=best"], E_CONFIG), (["--set", "lr=1"], E_CONFIG), (["--set", "nonsense"], E_CONFIG),
         (["--config", str(tmp_path / "missing.toml")], E_CONFIG), (["--key", str(tmp_path / "missing")], E_KEY_FILE),
         (["--dry-run", "--model", str(tmp_path / "missing")], E_CONFIG),
