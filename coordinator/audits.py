@@ -18,7 +18,7 @@ from coordinator.run import Run
 from coordinator.screens import review
 from coordinator.verdict_rules import check_verdict
 from protocol import statistics
-from protocol.api import E_SUSPICION, E_UNCALIBRATED, Ack, AuditJob, ClaimReply, ReplicaRef
+from protocol.api import E_DISAGREE, E_SUSPICION, E_UNCALIBRATED, Ack, AuditJob, ClaimReply, ReplicaRef
 from protocol.envelope import Envelope
 from protocol.errors import E_NOT_FOUND, LocalFault, code
 from protocol.messages import AuditClaim, Commitment, Verdict
@@ -29,7 +29,7 @@ RETRY_MS: Final = 250
 #: Code of a bundle that was claimed again and again without a verdict.
 ABANDONED: Final = code("E_AUDIT_ABANDONED", "a bundle was claimed again and again, but no verdict came")
 #: Ends without a verdict that may lie in the bundle: another node's may fare better.
-_OFFERED_ON: Final = (E_UNCALIBRATED, scrutiny.E_DISAGREE, ABANDONED)
+_OFFERED_ON: Final = (E_UNCALIBRATED, E_DISAGREE, ABANDONED)
 
 
 class Audits:
@@ -229,7 +229,7 @@ class Audits:
         event_log.append(session, now_ms, "set-aside", {"receipt_id": receipt.id, "code": found})
         if found == E_UNCALIBRATED:
             node.drop_streak += 1  # it is given less work, so that it holds nobody up
-        if found == scrutiny.E_DISAGREE:
+        if found == E_DISAGREE:
             scrutiny.note_disagreement(session, self._run.manifest.audit, node, now_ms)
         if receipt.shadow:
             return

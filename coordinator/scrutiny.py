@@ -11,6 +11,7 @@ from coordinator import counters, event_log
 from coordinator.models import Counter, Node, NodeReason, Receipt
 from coordinator.run import Run
 from protocol import audit_draw
+from protocol.api import E_DISAGREE
 from protocol.messages import AuditPolicy
 
 #: Standard errors that a node's mean reward may be away from everybody's.
@@ -21,8 +22,6 @@ LEVEL_MEMORY: Final = 256
 #: Counter of everybody's mean reward, 1e-6.
 LEVEL: Final = "reward_level_micro"
 _MICRO: Final = 1_000_000
-#: The verifier's code (``verifier.session``) for a bundle that its first configuration refuses and its second does not.
-E_DISAGREE: Final = "E_DISAGREE"
 #: Accepted rollouts of a node that make up for one such bundle; the first costs nothing.
 PER_DISAGREEMENT: Final = 1000
 

@@ -33,6 +33,7 @@ E_OBJECT_MISSING = code("E_OBJECT_MISSING", "a commitment names an object that w
 E_WITHHELD = code("E_WITHHELD", "a bundle is not shown yet: another node may still be making the same rollouts")
 E_UPLOAD_URL = code("E_UPLOAD_URL", "an upload address is forged, expired or used for another object")
 E_VERDICT = code("E_VERDICT", "a verdict contradicts itself or its receipt")
+E_DISAGREE = code("E_DISAGREE", "two configurations of the verifier come to different ends; nobody is blamed")
 E_UNCALIBRATED = code("E_UNCALIBRATED", "heads of an unlisted profile are outside the run's limits; nobody is blamed")
 E_SUSPICION = code("E_SUSPICION", "what a node's audited rollouts say against it has added up to the alarm")
 E_CHECKPOINT_CHAIN = code("E_CHECKPOINT_CHAIN", "a checkpoint does not follow the newest published one")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, Protocol, TypeVar
 
-from protocol.api import E_UNCALIBRATED
+from protocol.api import E_DISAGREE, E_UNCALIBRATED
 from protocol.errors import E_INTERNAL, AssayError, LocalFault, code
 from protocol.messages import Profile, RolloutScore, RouteRules, RunManifest
 from verifier.checkpoints import CheckpointBook
@@ -23,7 +23,6 @@ from verifier.structure import check_structure, open_submission
 from verifier.submission import Opened, Submission
 from verifier.tokens import Rewards, check_rewards, check_tokens
 
-E_DISAGREE = code("E_DISAGREE", "two configurations of the verifier come to different ends; nobody is blamed")
 E_NO_MODEL = code("E_NO_MODEL", "a submission should be recomputed but no model is at hand")
 
 _T = TypeVar("_T")

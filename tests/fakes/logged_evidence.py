@@ -1,8 +1,12 @@
-"""Verdicts on a submission, and what a log would hold of them: the coordinator's part of an evidence file."""
+"""The coordinator's part of an evidence file, verdicts and what a log holds of them; and what an audit says of it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any
+
+from typer.testing import CliRunner
 
 from protocol.envelope import Envelope
 from protocol.identity import Identity
@@ -13,7 +17,15 @@ from protocol.messages import Receipt, Verdict
 from protocol.transparency import inclusion_proof, root
 from tests.adversary.world import COORDINATOR, VERIFIER, World
 from tests.fakes.log_tree import Tree
+from verifier.audit_cli import app
 from verifier.submission import Submission
+
+
+def audit_json(*arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and report of ``assay audit ... --json``; no traceback."""
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, json.loads(result.stdout)
 
 
 def verdict_on(world: World, submission: Submission, **changes: object) -> Envelope:

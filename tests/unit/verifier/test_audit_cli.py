@@ -15,7 +15,7 @@ from protocol.causes import ADVICE, CAUSES
 from protocol.evidence import decode, encode
 from tests.adversary.attacks import ATTACKS
 from tests.adversary.world import COORDINATOR, ROOT, VERIFIER, World, identity
-from tests.fakes.logged_evidence import logged, verdict_on
+from tests.fakes.logged_evidence import audit_json, logged, verdict_on
 from verifier.audit_cli import app
 from verifier.explain import meanings
 
@@ -36,29 +36,8 @@ def _offline(monkeypatch):
     monkeypatch.setattr(socket, "socket", refuse)
 
 
-@pytest.fixture
-def write(world, tmp_path):
-    def to_file(submission, **changes):
-        path = tmp_path / "one.evidence"
-        path.write_bytes(encode(replace(world.evidence(submission), **changes)))
-        return str(path)
-
-    return to_file
-
-
-@pytest.fixture
-def honest(world):
-    return world.submission(world.lease(), world.honest(world.lease()))
-
-
-def _json(*arguments: str) -> tuple[int, dict]:
-    result = RUNNER.invoke(app, [*arguments, "--json"])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, json.loads(result.stdout)
-
-
 def test_honest_work_passes_with_a_store(world, write, honest):
-    code, found = _json(write(honest), "--checkpoint", str(world.store.path))
+    code, found = audit_json(write(honest), "--checkpoint", str(world.store.path))
     assert code == 0
     text = RUNNER.invoke(app, [write(honest)]).stdout
     assert "PASS after T0, T1\n" in text
@@ -70,12 +49,12 @@ def test_honest_work_passes_with_a_store(world, write, honest):
 
 
 def test_honest_work_passes_with_a_model_folder(world, write, honest):
-    code, found = _json(write(honest), "--checkpoint", str(world.checkpoint_folder(1)))
+    code, found = audit_json(write(honest), "--checkpoint", str(world.checkpoint_folder(1)))
     assert (code, found["outcome"]) == (0, "pass")
 
 
 def test_without_a_checkpoint_the_model_is_left_out(write, honest):
-    code, found = _json(write(honest))
+    code, found = audit_json(write(honest))
     assert (code, found["tiers"], found["recomputed"]) == (0, ["T0", "T1"], False)
 
 
@@ -92,7 +71,7 @@ def test_a_cheat_fails_with_place_causes_and_command(world, write):
 
 
 def test_an_edited_token_needs_no_model(world, write):
-    code, found = _json(write(BY_NAME["one token edited"](world, world.lease())))
+    code, found = audit_json(write(BY_NAME["one token edited"](world, world.lease())))
     assert (code, found["code"]) == (1, "E_REPLAY")
     assert found["first_failure"]["position"] is not None
     assert found["likely_causes"]
@@ -103,7 +82,7 @@ def test_an_edited_token_needs_no_model(world, write):
 
 def test_places_of_a_report_agree_with_its_words(world, write):
     """Every failed check says in words where it first fails; the first of these places is the report's."""
-    _, found = _json(write(BY_NAME["int8 weights"](world, world.lease())), "--checkpoint", str(world.store.path))
+    _, found = audit_json(write(BY_NAME["int8 weights"](world, world.lease())), "--checkpoint", str(world.store.path))
     failed = [finding for finding in found["findings"] if not finding["ok"]]
     assert len(failed) > 2
     for finding in failed:
@@ -113,7 +92,7 @@ def test_places_of_a_report_agree_with_its_words(world, write):
 
 
 def test_a_version_that_is_not_there_is_inconclusive(world, write, honest):
-    code, found = _json(write(honest), "--checkpoint", str(world.checkpoint_folder(2)))
+    code, found = audit_json(write(honest), "--checkpoint", str(world.checkpoint_folder(2)))
     assert (code, found["outcome"], found["code"]) == (4, "inconclusive", "E_VERSION_MISSING")
 
 
@@ -123,12 +102,12 @@ def test_evidence_without_the_manifest_of_a_version_is_inconclusive(world, write
     lease = world.lease()
     swapped = world.submission(lease, world.generate(lease, segments=[Segment(0, 1), Segment(8, 2)]))
     path = write(swapped, checkpoints=tuple(envelope for _, envelope in world.checkpoints[:2]))
-    code, found = _json(path, "--checkpoint", str(world.store.path))
+    code, found = audit_json(path, "--checkpoint", str(world.store.path))
     assert (code, found["code"]) == (4, "E_VERSION_MISSING")
 
 
 def test_another_root_key_is_refused(write, honest):
-    code, found = _json(write(honest), "--root", identity("other").public_key.hex())
+    code, found = audit_json(write(honest), "--root", identity("other").public_key.hex())
     assert (code, found["outcome"], found["code"]) == (3, "malformed", "E_WRONG_KEY")
 
 
@@ -152,14 +131,14 @@ def test_what_the_roles_did_not_sign_is_no_evidence(world, tmp_path, honest, cha
     evidence = world.evidence(honest)
     path = tmp_path / "forged.evidence"
     path.write_bytes(encode(replace(evidence, **change(evidence, world))))
-    status, found = _json(str(path))
+    status, found = audit_json(str(path))
     assert (status, found["code"]) == (3, code)
 
 
 def test_garbage_is_malformed(tmp_path):
     path = tmp_path / "garbage"
     path.write_bytes(b"\0" * 100)
-    assert _json(str(path))[0] == 3
+    assert audit_json(str(path))[0] == 3
     result = RUNNER.invoke(app, [str(path)])
     assert result.exit_code == 3
     assert "E_EVIDENCE" in result.stderr
@@ -213,7 +192,7 @@ def test_a_link_to_the_evidence_is_no_place_for_the_page(tmp_path, write, honest
     path = write(honest)
     link = tmp_path / "page.html"
     link.symlink_to(path)
-    assert _json(path, "--html", str(link))[1]["message"] == "--html would overwrite the evidence"
+    assert audit_json(path, "--html", str(link))[1]["message"] == "--html would overwrite the evidence"
     assert Path(path).read_bytes()[:5] != b"<!doc"
 
 
@@ -223,10 +202,10 @@ def test_malformed_files_say_what_to_do(tmp_path, write, honest):
     bent[bent.index(b'"lease"')] ^= 1
     for name, data in (("garbage", b"\0" * 100), ("bent", bytes(bent))):
         (tmp_path / name).write_bytes(data)
-        code, found = _json(str(tmp_path / name))
+        code, found = audit_json(str(tmp_path / name))
         assert (code, found["outcome"]) == (3, "malformed")
         assert "get the evidence" in found["hint"].lower()
-    code, found = _json(path, "--root", "00" * 32)
+    code, found = audit_json(path, "--root", "00" * 32)
     assert (code, found["code"]) == (3, "E_WRONG_KEY")
     assert "--root" in found["hint"]
 
@@ -242,7 +221,7 @@ def test_verdicts_of_the_runs_verifiers_are_shown(world, write, honest):
     envelope = verdict.sign(VERIFIER)
     bent = replace(envelope, payload=envelope.payload.replace(b'"pass"', b'"fail"'))
     path = write(honest, verdicts=(envelope, verdict.sign(identity("liar")), bent))
-    _, found = _json(path)
+    _, found = audit_json(path)
     assert [shown["outcome"] for shown in found["verdicts"]] == ["pass"]
     assert found["verdicts_ignored"] == 2
     assert [one["code"] for one in found["ignored"]] == ["E_WRONG_KEY", "E_SIGNATURE"]
@@ -256,7 +235,7 @@ def test_verdicts_of_the_runs_verifiers_are_shown(world, write, honest):
 
 
 def test_a_receipt_is_not_required(write, honest):
-    assert _json(write(honest, receipt=None))[0] == 0
+    assert audit_json(write(honest, receipt=None))[0] == 0
 
 
 # -- the log in the evidence -------------------------------------------------------------------------------
@@ -264,10 +243,10 @@ def test_a_receipt_is_not_required(write, honest):
 
 def test_receipt_and_verdict_are_shown_in_the_log(world, write, honest):
     verdict = verdict_on(world, honest)
-    code, found = _json(write(honest, verdicts=(verdict,), log=logged(world, honest, verdict)))
+    code, found = audit_json(write(honest, verdicts=(verdict,), log=logged(world, honest, verdict)))
     assert (code, found["outcome"], found["in_log"]) == (0, "pass", True)
     assert [f["check"][:3] for f in found["findings"]][:3] == ["L.1", "L.2", "L.3"]
-    assert _json(write(honest))[1]["in_log"] is False
+    assert audit_json(write(honest))[1]["in_log"] is False
     result = RUNNER.invoke(app, [write(honest)])
     assert "does not show" in result.stdout
 
@@ -285,7 +264,7 @@ def test_receipt_and_verdict_are_shown_in_the_log(world, write, honest):
 )
 def test_a_log_that_says_something_else_is_never_held_against_the_node(world, write, honest, changes, code):
     verdict = verdict_on(world, honest)
-    status, found = _json(write(honest, verdicts=(verdict,), log=logged(world, honest, verdict, **changes)))
+    status, found = audit_json(write(honest, verdicts=(verdict,), log=logged(world, honest, verdict, **changes)))
     assert (status, found["outcome"], found["code"], found["in_log"]) == (4, "inconclusive", code, False)
 
 
@@ -293,7 +272,7 @@ def test_entries_that_are_not_under_the_head(world, write, honest):
     verdict = verdict_on(world, honest)
     proof = logged(world, honest, verdict)
     bent = replace(proof, entries=(replace(proof.entries[0], proof=proof.entries[1].proof), *proof.entries[1:]))
-    status, found = _json(write(honest, verdicts=(verdict,), log=bent))
+    status, found = audit_json(write(honest, verdicts=(verdict,), log=bent))
     assert (status, found["code"]) == (4, "E_LOG_INCLUSION")
 
 
@@ -322,7 +301,7 @@ def test_a_file_that_a_stranger_edited_says_nothing_against_the_node(world, tmp_
     change, code = FRAMES[name]
     path = tmp_path / "framed.evidence"
     path.write_bytes(encode(replace(world.evidence(honest), **change(world, honest))))
-    status, found = _json(str(path), "--checkpoint", str(world.store.path))
+    status, found = audit_json(str(path), "--checkpoint", str(world.store.path))
     assert (status, found["outcome"], found["code"]) == (3, "malformed", code)
 
 
@@ -330,7 +309,7 @@ def test_a_swapped_bundle_is_no_evidence(world, tmp_path, honest):
     other = BY_NAME["one token edited"](world, world.lease())
     path = tmp_path / "swapped.evidence"
     path.write_bytes(encode(replace(world.evidence(honest), bundle=other.bundle)))
-    code, found = _json(str(path), "--checkpoint", str(world.store.path))
+    code, found = audit_json(str(path), "--checkpoint", str(world.store.path))
     assert (code, found["outcome"], found["code"]) == (3, "malformed", "E_OBJECT_HASH")
     assert (found["schema"], found["schema_version"], found["kind"]) == ("assay.audit", 1, "submission")
 
@@ -404,7 +383,7 @@ def test_a_code_of_a_later_release_is_told(tmp_path):
     report = {"schema": "assay.audit", "schema_version": 1, "kind": "log", "outcome": "fail", "code": "E_NEW_ONE"}
     path = tmp_path / "report.json"
     path.write_text(json.dumps(report | {"findings": []}))
-    status, found = _json("explain", str(path))
+    status, found = audit_json("explain", str(path))
     assert (status, found["explanation"]["code"], found["schema_version"]) == (0, "E_NEW_ONE", 1)
     text = RUNNER.invoke(app, ["explain", str(path)]).stdout
     assert text.startswith("FAIL E_NEW_ONE: 0 of 0")
@@ -415,11 +394,11 @@ def test_a_report_is_explained_as_its_step_tells(world, write, tmp_path, honest)
     report = tmp_path / "report.json"
     log = logged(world, honest, verdict_on(world, honest), identity("somebody"))
     report.write_text(RUNNER.invoke(app, [write(honest, log=log), "--json"]).stdout)
-    assert "head of the log" in str(_json("explain", str(report))[1]["explanation"]["likely_causes"])
+    assert "head of the log" in str(audit_json("explain", str(report))[1]["explanation"]["likely_causes"])
 
 
 def test_what_cannot_be_explained(tmp_path):
-    assert "E_HEAD_KL" in _json("explain", "E_HED_KL")[1]["expected"]
+    assert "E_HEAD_KL" in audit_json("explain", "E_HED_KL")[1]["expected"]
     head = '"schema": "assay.audit", "schema_version": 1, "kind": "log", "outcome": "pass"'
     for text, words in (
         ("{", "no JSON"), ("", "empty"), ("[]", "a JSON list"), ("3", "a JSON number"), ('"x"', "a JSON text"),
@@ -434,7 +413,7 @@ def test_what_cannot_be_explained(tmp_path):
     ):
         path = tmp_path / "report.json"
         path.write_bytes(text.encode("latin-1"))
-        code, found = _json("explain", str(path))
+        code, found = audit_json("explain", str(path))
         assert (code, found["code"]) == (2, "E_USAGE")
         assert words in found["got"], (text[:40], found["got"])
         assert "indices" not in found["got"]

@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from protocol.errors import E_USAGE, PeerFault
-from protocol.evidence import MAGIC, encode
+from protocol.evidence import MAGIC
 from protocol.rollout import NO_CODE
 from tests.adversary.world import World, identity, replaced
-from tests.fakes.logged_evidence import logged, verdict_on
+from tests.fakes.logged_evidence import audit_json, logged, verdict_on
 from verifier.audit_cli import app
 from verifier.findings import Report
 
@@ -26,27 +26,6 @@ RUNNER = CliRunner()
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     return World(tmp_path_factory.mktemp("world"), max_new_tokens=16)
-
-
-@pytest.fixture
-def write(world, tmp_path):
-    def to_file(submission, **changes):
-        path = tmp_path / "one.evidence"
-        path.write_bytes(encode(replace(world.evidence(submission), **changes)))
-        return str(path)
-
-    return to_file
-
-
-@pytest.fixture
-def honest(world):
-    return world.submission(world.lease(), world.honest(world.lease()))
-
-
-def _json(*arguments: str) -> tuple[int, dict]:
-    result = RUNNER.invoke(app, [*arguments, "--json"])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, json.loads(result.stdout)
 
 
 # -- the page ------------------------------------------------------------------------------------------------
@@ -66,7 +45,7 @@ def outside_its_head(world: World):
 
 def test_a_page_that_cannot_draw_a_rollout_changes_no_outcome(world, write, tmp_path):
     path, page = write(outside_its_head(world)), tmp_path / "page.html"
-    plain, drawn = _json(path), _json(path, "--html", str(page))
+    plain, drawn = audit_json(path), audit_json(path, "--html", str(page))
     assert plain == drawn
     assert (drawn[0], drawn[1]["outcome"], drawn[1]["code"]) == (1, "fail", "E_TOKEN_CODE")
     text = page.read_text(encoding="utf-8")
@@ -88,11 +67,11 @@ def test_a_page_that_cannot_be_written_changes_no_outcome(write, honest):
 def test_a_verdict_on_somebody_else_is_not_shown_as_one_on_this(world, write, honest, change):
     """A cheater's genuine ``fail`` with its place in the log says nothing about an honest node's file."""
     verdict = verdict_on(world, honest, outcome="fail", code="E_REPLAY", **change)
-    status, found = _json(write(honest, verdicts=(verdict,)))
+    status, found = audit_json(write(honest, verdicts=(verdict,)))
     assert (status, found["outcome"], found["verdicts"]) == (0, "pass", [])
     assert [one["code"] for one in found["ignored"]] == ["E_OTHER_RECEIPT"]
     assert f"its {next(iter(change))} is 0000" in found["ignored"][0]["why"]
-    own = _json(write(honest, verdicts=(verdict_on(world, honest),), receipt=None))[1]
+    own = audit_json(write(honest, verdicts=(verdict_on(world, honest),), receipt=None))[1]
     assert [one["code"] for one in own["ignored"]] == ["E_OTHER_RECEIPT"]
 
 
@@ -100,21 +79,21 @@ def test_a_log_that_tells_of_a_verdict_needs_the_verdict(world, write, honest):
     """A coordinator cannot make up a verdict: every entry needs the signature of a verifier of the run."""
     verdict, made_up = verdict_on(world, honest), {"sha256": "0" * 64, "tiers": ["T0", "T1", "T2"]}
     log = logged(world, honest, verdict, more=[made_up])
-    status, found = _json(write(honest, verdicts=(verdict,), log=log))
+    status, found = audit_json(write(honest, verdicts=(verdict,), log=log))
     assert (status, found["outcome"], found["code"], found["in_log"]) == (4, "inconclusive", "E_LOG_VERDICT", False)
     assert found["likely_causes"]
     forged = verdict_on(world, honest, tokens=1)
     forged = replace(forged, signatures={identity("liar").id: next(iter(forged.signatures.values()))})
     log = logged(world, honest, verdict, more=[{"sha256": forged.digest}])
-    assert _json(write(honest, verdicts=(verdict, forged), log=log))[1]["code"] == "E_LOG_VERDICT"
+    assert audit_json(write(honest, verdicts=(verdict, forged), log=log))[1]["code"] == "E_LOG_VERDICT"
 
 
 def test_a_verdict_that_was_told_twice_was_told_the_same_twice(world, write, honest):
     verdict = verdict_on(world, honest)
     again = logged(world, honest, verdict, more=[{"counted": False}])
-    assert _json(write(honest, verdicts=(verdict,), log=again))[1]["in_log"] is True
+    assert audit_json(write(honest, verdicts=(verdict,), log=again))[1]["in_log"] is True
     otherwise = logged(world, honest, verdict, more=[{"outcome": "fail", "code": "E_REPLAY"}])
-    status, found = _json(write(honest, verdicts=(verdict,), log=otherwise))
+    status, found = audit_json(write(honest, verdicts=(verdict,), log=otherwise))
     assert (status, found["code"]) == (4, "E_LOG_SILENT")
 
 
@@ -122,9 +101,9 @@ def test_every_verdict_of_a_receipt_is_found_in_the_log(world, write, honest):
     first, second = verdict_on(world, honest, outcome="inconclusive", code="E_DISAGREE"), verdict_on(world, honest)
     more = [{"sha256": second.digest, "outcome": "pass", "code": None}]
     log = logged(world, honest, first, more=more)
-    assert _json(write(honest, verdicts=(first, second), log=log))[1]["in_log"] is True
+    assert audit_json(write(honest, verdicts=(first, second), log=log))[1]["in_log"] is True
     elsewhere = logged(world, honest, first, more=[{"sha256": "0" * 64, "receipt_id": "f" * 32}])
-    assert _json(write(honest, verdicts=(first,), log=elsewhere))[1]["in_log"] is True  # of another receipt
+    assert audit_json(write(honest, verdicts=(first,), log=elsewhere))[1]["in_log"] is True  # of another receipt
 
 
 def test_what_is_not_shown_is_not_in_the_log(world, write, honest):
@@ -135,8 +114,8 @@ def test_what_is_not_shown_is_not_in_the_log(world, write, honest):
         {"receipt": None, "log": nothing}, {"receipt": None, "log": log}, {"log": nothing}, {"log": log},
         {"verdicts": (verdict,), "log": nothing},
     ):
-        assert _json(write(honest, **changes))[1]["in_log"] is False, changes
-    assert _json(write(honest, verdicts=(verdict,), log=log))[1]["in_log"] is True
+        assert audit_json(write(honest, **changes))[1]["in_log"] is False, changes
+    assert audit_json(write(honest, verdicts=(verdict,), log=log))[1]["in_log"] is True
 
 
 # -- what reaches the terminal -------------------------------------------------------------------------------
@@ -221,29 +200,29 @@ def test_a_file_is_too_large_before_it_is_read(write, honest, tmp_path):
     with path.open("wb") as file:
         file.write(MAGIC)
         file.truncate(60 * 2**30)
-    status, found = _json(str(path))
+    status, found = audit_json(str(path))
     assert (status, found["outcome"], found["code"]) == (3, "malformed", "E_TOO_LARGE")
-    assert _json(write(honest), "--data", str(path))[0] == 0
+    assert audit_json(write(honest), "--data", str(path))[0] == 0
 
 
 # -- causes --------------------------------------------------------------------------------------------------
 
 
 def test_causes_are_those_of_the_step_that_failed(world, write, honest):
-    _, found = _json(write(honest, node_public_key=identity("somebody").public_key))
+    _, found = audit_json(write(honest, node_public_key=identity("somebody").public_key))
     assert found["code"] == "E_WRONG_KEY"
     assert "another node" in found["likely_causes"][0]
     assert "--root" not in found["hint"]
     stranger = replace(honest.commitment, signatures=honest.lease.signatures)
-    assert "the commitment was changed" in str(_json(write(honest, commitment=stranger))[1]["likely_causes"])
-    _, found = _json(write(honest, lease=world.lease().sign(identity("x"))))
+    assert "the commitment was changed" in str(audit_json(write(honest, commitment=stranger))[1]["likely_causes"])
+    _, found = audit_json(write(honest, lease=world.lease().sign(identity("x"))))
     assert found["code"] == "E_SIGNATURE"
     assert "commitment" not in str(found["likely_causes"])
-    _, found = _json(write(honest), "--root", "00" * 32)
+    _, found = audit_json(write(honest), "--root", "00" * 32)
     assert "another run" in found["likely_causes"][0]
     verdict = verdict_on(world, honest)
     path = write(honest, verdicts=(verdict,), log=logged(world, honest, verdict, identity("somebody")))
-    _, found = _json(path)
+    _, found = audit_json(path)
     assert found["code"] == "E_SIGNATURE"
     assert "head of the log" in found["likely_causes"][0]
     assert "head of the log" in RUNNER.invoke(app, [path]).stdout
