@@ -16,6 +16,7 @@ from typing import Any, Final, Self, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from protocol.address import http_address
 from protocol.api import (
     Ack,
     AdmittedGroup,
@@ -34,7 +35,6 @@ from protocol.api import (
 from protocol.clock import Clock, SystemClock
 from protocol.envelope import Envelope
 from protocol.errors import (
-    E_CONFIG,
     E_KEY_FILE,
     E_NOT_FOUND,
     E_OBJECT_HASH,
@@ -63,7 +63,7 @@ from protocol.messages import (
 )
 from protocol.store import MAX_ANNOUNCEMENT_BYTES
 from protocol.swarm.announce import PeerAnnounce
-from protocol.validation import expectation, http_address
+from protocol.validation import expectation
 
 #: Largest JSON answer read, in bytes.
 MAX_REPLY_BYTES: Final = 64 * 2**20
@@ -115,7 +115,7 @@ class CoordinatorClient:
         self._random = random.Random(seed)
         self._http = httpx.Client(
             base_url=self.base_url, transport=transport, follow_redirects=True, timeout=REQUEST_TIMEOUT_S,
-            trust_env=_host_of(self.base_url) not in _LOOPBACK,
+            trust_env=httpx.URL(self.base_url).host not in _LOOPBACK,
             limits=httpx.Limits(max_connections=16, max_keepalive_connections=8),
         )
 
@@ -342,16 +342,6 @@ class CoordinatorClient:
         if response.status_code >= 400:
             raise _failure(response, body)
         return body
-
-
-def _host_of(address: str) -> str:
-    """The host of what has the form of an address; ``E_CONFIG`` when none can have this name."""
-    try:
-        url = httpx.URL(address)
-        url.raw_host.decode().encode("idna")  # as it will be looked up: no label is empty or over 63 bytes
-        return url.host
-    except (httpx.InvalidURL, UnicodeError) as error:
-        raise LocalFault(E_CONFIG, "no server has this address", got=repr(address[:99]), hint=str(error)[:99]) from None
 
 
 def _bounded(response: httpx.Response, max_bytes: int) -> bytes:

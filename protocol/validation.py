@@ -1,12 +1,9 @@
-"""What was expected, in our words: pydantic's findings said shortly and always in the same form; addresses."""
+"""What a field expected, in our words: pydantic's findings said shortly and always in the same form."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
-from urllib.parse import urlsplit
-
-from protocol.errors import E_CONFIG, LocalFault
 
 #: Kind of finding -> what was expected; braces name the finding's context.
 _WORDS: Final[dict[str, str]] = {
@@ -58,21 +55,3 @@ def expectation(finding: Mapping[str, Any]) -> str:
         return words.format_map(finding.get("ctx") or {})
     except KeyError:
         return str(finding["msg"])
-
-
-def http_address(url: str) -> str:
-    """``url`` without slashes at its end.
-
-    Raises:
-        LocalFault: ``E_CONFIG`` when it is no address of an HTTP server.
-    """
-    try:
-        parsed = urlsplit(url)
-        good = parsed.scheme in ("http", "https") and bool(parsed.hostname) and parsed.port != 0
-    except ValueError:  # a bracket without its other half, a port that is no number
-        good = False
-    if not good:
-        raise LocalFault(
-            E_CONFIG, "not the address of a server", expected="http://HOST:PORT or https://HOST:PORT", got=url[:200]
-        )
-    return url.rstrip("/")
