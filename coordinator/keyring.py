@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.api import E_ADMIN_TOKEN
+from protocol.disk import create_private
 from protocol.errors import E_KEY_FILE, LocalFault, PeerFault
 from protocol.identity import Identity
 
@@ -63,13 +63,9 @@ def write_secret(path: Path, text: str) -> None:
         LocalFault: ``E_KEY_FILE``.
     """
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        create_private(path, f"{text}\n".encode("ascii"))
     except OSError as error:
         raise LocalFault(E_KEY_FILE, f"cannot create {path}", got=str(error)) from None
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def new_token() -> str:

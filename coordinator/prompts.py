@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from protocol.messages import RunManifest
+from protocol.model_files import fetch_model_files
 from protocol.tasks import Task, make_task
 from protocol.tokenizer import Tokenizer
 
@@ -43,7 +44,4 @@ class TaskPrompts:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for name, sha256 in self._manifest.model.files.items():
-            (self._folder / name).write_bytes(self._fetch(sha256))
-        return Tokenizer.load(self._folder)
+        return Tokenizer.load(fetch_model_files(self._manifest.model.files, self._folder, self._fetch))

@@ -7,7 +7,6 @@ and refuses other choices.
 from __future__ import annotations
 
 import json
-import os
 import socket
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -15,6 +14,7 @@ from typing import Any, Final, Literal
 from pydantic import ValidationError
 
 from protocol.config import Config
+from protocol.disk import replace_file
 from protocol.errors import E_CONFIG, LocalFault
 
 #: Names of the honest nodes, in order.
@@ -147,9 +147,4 @@ def port_is_free(port: int) -> bool:
 
 def write_json(path: Path, value: object) -> None:
     """Replace ``path`` by ``value`` as indented JSON, at once or not at all."""
-    scratch = path.with_name(path.name + ".new")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
+    replace_file(path, (json.dumps(value, indent=2) + "\n").encode())

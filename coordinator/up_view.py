@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.up_status import NodeSeen, Status
+from protocol.disk import append_line
 
 BARS: Final = "▁▂▃▄▅▆▇█"
 #: Without a terminal the state of the run is printed when it changes, and otherwise this often.
@@ -49,19 +50,14 @@ class EventLog:
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
 
     def write(self, name: str, fields: Mapping[str, object]) -> str:
         """Append an event and return its line."""
         stamp = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps({"ts": stamp, "event": name, **fields}, ensure_ascii=False, default=str)
-        self._file.write(line + "\n")
-        self._file.flush()
+        append_line(self._path, line)
         return line
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 class JsonView:
@@ -77,7 +73,7 @@ class JsonView:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._log.close()
+        """Nothing is left open."""
 
     def event(self, name: str, fields: Mapping[str, object]) -> None:
         """Print the event."""
@@ -117,7 +113,6 @@ class LiveView:
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
-        self._log.close()
 
     def event(self, name: str, fields: Mapping[str, object]) -> None:
         """Add the event to the foot of the page."""

@@ -1,13 +1,13 @@
-"""Files that are either there whole or not at all, whatever moment the power goes."""
+"""The work directory's files: there whole or not at all, and trouble with the disk is the learner's own fault."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from protocol import disk
 from protocol.errors import LocalFault, code
 
 E_WORK_DIR = code("E_WORK_DIR", "the learner's work directory cannot be read or written")
@@ -25,29 +25,15 @@ def disk_faults(what: str) -> Iterator[None]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write ``data`` to a temporary name, make it durable, rename it to ``path``."""
+    """Replace ``path`` by ``data``, durably, at once or not at all."""
     with disk_faults(f"write {path}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_directory(path.parent)
+        disk.replace_file(path, data)
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line and make it durable. A torn last line of an earlier crash is ended first."""
-    with disk_faults(f"append to {path}"), path.open("ab+") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size:
-            file.seek(size - 1)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        file.write(line.encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """Append one line durably; what a crash left of an earlier one is ended first."""
+    with disk_faults(f"append to {path}"):
+        disk.append_line(path, line)
 
 
 @contextmanager
@@ -58,17 +44,8 @@ def whole_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
-        sync_directory(temporary)
+        disk.sync_directory(temporary)
         if path.exists():
             shutil.rmtree(path)
         temporary.rename(path)
-        sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in ``path`` durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        disk.sync_directory(path.parent)

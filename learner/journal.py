@@ -30,6 +30,7 @@ from learner.config import LearnerConfig
 from learner.disk import E_WORK_DIR, append_line, disk_faults, write_file
 from learner.metrics import Metrics
 from protocol.api import AdmittedGroup, WireEnvelope
+from protocol.disk import json_lines
 from protocol.envelope import Envelope
 from protocol.errors import E_NOT_FOUND, LocalFault
 from protocol.messages import BatchPlan, CheckpointManifest, UpdateReceipt
@@ -217,14 +218,5 @@ def plan_sha256(plan: BatchPlan) -> str:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Objects of a JSON lines file; a torn line is left out."""
-    if not path.is_file():
-        return []
-    found = []
     with disk_faults(f"read {path}"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
-    return found
+        return list(json_lines(path))

@@ -81,7 +81,7 @@ def assemble(
     if config.drill is not None:
         require_enrolled(config.drill, client.node(identity.id))
         _LOG.warning("this node is a drill and cheats on purpose: %s", config.drill)
-    layout = fetch_model(client, run, home.model, home.write)
+    layout = fetch_model(client, run, home.model)
     pool = open_pool(home, config, client, clock)
     membership = Membership(config, run, identity, client, pool, clock)
     weights = open_weights(

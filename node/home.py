@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.config import Config
+from protocol.disk import replace_file
 from protocol.envelope import Envelope
 from protocol.errors import LocalFault, code
 from protocol.identity import Identity
@@ -164,14 +164,8 @@ class Home:
         Raises:
             LocalFault: ``E_HOME``.
         """
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
+            replace_file(path, data)
         except OSError as error:
             raise LocalFault(E_HOME, f"cannot write {path}", got=str(error)) from None
 

@@ -68,7 +68,7 @@ def selftest(
     """
     run = home.manifest()
     check_run(run, clock)
-    layout = fetch_model(client, run, home.model, home.write)
+    layout = fetch_model(client, run, home.model)
     weights = open_weights(home, config, run, layout, client, open_pool(home, config, client, clock), clock)
     weights.poll(clock.now_ms())
     engine = make_engine(home.model, layout, run.sampling, weights, slots=config.batch, threads=config.threads)

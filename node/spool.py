@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from protocol.disk import append_line, json_lines, sync_directory, write_durable
 from protocol.errors import LocalFault, PeerFault, code
 from protocol.messages import Commitment
 
@@ -45,11 +46,11 @@ class Spool:
             self._path.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir()
-            _write(draft / _BUNDLE, item.data)
-            _write(draft / _COMMITMENT, item.commitment.to_payload())
-            _sync(draft)
+            write_durable(draft / _BUNDLE, item.data)
+            write_durable(draft / _COMMITMENT, item.commitment.to_payload())
+            sync_directory(draft)
             draft.rename(final)
-            _sync(self._path)
+            sync_directory(self._path)
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise LocalFault(E_SPOOL, f"cannot keep finished work in {self._path}", got=str(error)) from None
@@ -97,43 +98,23 @@ class Receipts:
         self._path, self._lock = path, threading.Lock()
 
     def add(self, lease_id: str, receipt_id: str, receipt: dict[str, object]) -> None:
-        """Append a receipt.
+        """Append a receipt, durably: the work it stands for is forgotten next.
 
         Raises:
             LocalFault: ``E_SPOOL``.
         """
         try:
-            with self._lock, self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"lease_id": lease_id, "receipt_id": receipt_id, "receipt": receipt}) + "\n")
+            with self._lock:
+                append_line(
+                    self._path, json.dumps({"lease_id": lease_id, "receipt_id": receipt_id, "receipt": receipt})
+                )
         except OSError as error:
             raise LocalFault(E_SPOOL, f"cannot keep a receipt in {self._path}", got=str(error)) from None
 
     def find(self, what: str) -> tuple[str, dict[str, object]] | None:
-        """(receipt id, receipt) of a receipt or lease id; None when none was kept. Lines cut short are passed over."""
-        try:
-            lines = self._path.read_text(encoding="utf-8").splitlines()
-        except OSError:
-            return None
-        for line in lines:
-            if what not in line:
-                continue
-            with contextlib.suppress(ValueError, KeyError):
-                kept = json.loads(line)
-                if what in (kept["receipt_id"], kept["lease_id"]):
-                    return str(kept["receipt_id"]), dict(kept["receipt"])
+        """(receipt id, receipt) of a receipt or lease id; None when none was kept."""
+        with contextlib.suppress(OSError):
+            for kept in json_lines(self._path):
+                if what in (kept.get("receipt_id"), kept.get("lease_id")) and isinstance(kept.get("receipt"), dict):
+                    return str(kept.get("receipt_id")), kept["receipt"]
         return None
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Final, Protocol
 from protocol.envelope import Envelope
 from protocol.errors import E_NOT_FOUND, AssayError, LocalFault, PeerFault
 from protocol.messages import CheckpointManifest, ChunkRef, RunManifest
+from protocol.model_files import fetch_model_files
 from protocol.weights.cache import ChunkCache
 from protocol.weights.chain import CheckpointFollower, open_manifest
 from protocol.weights.layout import Layout, State
@@ -223,16 +223,13 @@ class Weights:
             _LOG.info("the cheapest way cannot be fetched whole", extra={"code": error.code})
 
 
-def fetch_model(objects: Objects, run: RunManifest, folder: Path, write: Callable[[Path, bytes], None]) -> Layout:
+def fetch_model(objects: Objects, run: RunManifest, folder: Path) -> Layout:
     """Have the model's files (configuration, tokenizer) and its layout in ``folder``; the layout.
 
     Raises:
         PeerFault: an object is not what the manifest names.
         Transient: the coordinator cannot be reached.
+        LocalFault: ``E_STORE`` when the folder cannot be written to.
     """
-    files: Sequence[tuple[str, str]] = [*run.model.files.items(), ("layout.json", run.model.layout_sha256)]
-    for name, sha256 in files:
-        path = folder / name
-        if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
-            write(path, objects.fetch(sha256))
+    fetch_model_files({**run.model.files, "layout.json": run.model.layout_sha256}, folder, objects.fetch)
     return Layout.from_bytes((folder / "layout.json").read_bytes())

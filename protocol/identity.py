@@ -7,13 +7,13 @@ Spec: ``docs/spec/messages.md``, "Identities".
 from __future__ import annotations
 
 import hashlib
-import os
 import stat
 from pathlib import Path
 
 from nacl.exceptions import BadSignatureError
 from nacl.signing import SigningKey, VerifyKey
 
+from protocol.disk import create_private
 from protocol.errors import E_KEY_FILE, E_SIGNATURE, E_USAGE, LocalFault, PeerFault
 
 
@@ -105,17 +105,12 @@ class Identity:
             LocalFault: ``E_KEY_FILE`` when the file exists or cannot be written.
         """
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            create_private(path, bytes(self._key).hex().encode("ascii") + b"\n")
         except OSError as error:
             raise LocalFault(
                 E_KEY_FILE, f"cannot create key file {path}", got=str(error),
                 hint="choose a folder that may be written to",
             ) from None
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(bytes(self._key).hex() + "\n")
-            file.flush()
-            os.fsync(file.fileno())
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, Protocol
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from protocol.disk import sync_directory
 from protocol.errors import E_NOT_FOUND, E_OBJECT_HASH, E_STORE, E_TOO_LARGE, LocalFault, PeerFault, code
 
 E_STORE_URL = code("E_STORE_URL", "the address of an object store is malformed", usage=True)
@@ -307,15 +308,6 @@ class CachedFetch:
         if hashlib.sha256(data).hexdigest() == sha256:
             self._cache.put(data)
         return data
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames inside ``path`` survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def open_store(url: str, *, make: bool = False) -> Store:

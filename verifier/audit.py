@@ -15,12 +15,12 @@ from protocol.errors import E_OBJECT_HASH, E_WRONG_KEY, AssayError, PeerFault, c
 from protocol.evidence import Evidence, decode
 from protocol.identity import key_id
 from protocol.messages import Commitment, Finding, Lease, RunManifest, Verdict
+from protocol.model_files import fetch_model_files
 from verifier.checkpoints import CheckpointBook
 from verifier.divergence import Residuals
 from verifier.findings import Judgement, Report
 from verifier.log_proofs import check_log
 from verifier.material import Material
-from verifier.model_files import fetch_model_files
 from verifier.model_shelf import ModelShelf
 from verifier.session import Recomputer, Session
 from verifier.structure import open_commitment
@@ -139,7 +139,7 @@ class _Rewards(Rewards):
         self._material = material
 
     def check_prompt(self, lease: Lease) -> None:
-        fetch_model_files(self._run.model, self._model_dir, self._material.fetch)
+        fetch_model_files(self._run.model.files, self._model_dir, self._material.fetch)
         super().check_prompt(lease)
 
 
@@ -153,7 +153,7 @@ class _Shelf:
 
     def __call__(self, tier: Literal["T2", "T3"]) -> Recomputer:
         if self._shelf is None:
-            fetch_model_files(self._run.model, self._model_dir, self._material.fetch)
+            fetch_model_files(self._run.model.files, self._model_dir, self._material.fetch)
             states = self._material.states(self._run, self._book)
             self._shelf = ModelShelf(self._model_dir, self._material.layout(self._run), states)
         recomputer = self._shelf(tier)

@@ -17,6 +17,7 @@ from protocol import bundle as bundles
 from protocol.errors import AssayError
 from protocol.head import behaviour_logprobs
 from protocol.messages import Profile
+from protocol.model_files import fetch_model_files
 from protocol.paths import replacing
 from protocol.rollout import NO_CODE, Rollout
 from protocol.text import printable
@@ -25,7 +26,6 @@ from verifier.audit import Audit
 from verifier.audit_table import command
 from verifier.divergence import Residuals
 from verifier.material import Material
-from verifier.model_files import fetch_model_files
 from verifier.residual_plot import Dot, residual_svg
 
 #: Most tokens drawn on one page; the worst rollouts come first.
@@ -167,6 +167,6 @@ def _tokenizer(result: Audit, material: Material) -> Tokenizer | None:
     """The run's tokenizer, when its files are at hand."""
     with tempfile.TemporaryDirectory(prefix="assay-page-") as folder:
         try:
-            return Tokenizer.load(fetch_model_files(result.run.model, Path(folder), material.fetch))
+            return Tokenizer.load(fetch_model_files(result.run.model.files, Path(folder), material.fetch))
         except AssayError:
             return None

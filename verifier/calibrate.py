@@ -16,6 +16,7 @@ from protocol.errors import LocalFault, code
 from protocol.evidence import MAX_FILE_BYTES, Evidence
 from protocol.identity import Identity
 from protocol.messages import RunManifest
+from protocol.model_files import fetch_model_files
 from protocol.paths import read_input_file
 from verifier.audit import read_evidence, verdicts_in
 from verifier.checkpoints import CheckpointBook
@@ -23,7 +24,6 @@ from verifier.divergence import Residuals
 from verifier.findings import Report
 from verifier.log_proofs import check_log
 from verifier.material import Material
-from verifier.model_files import fetch_model_files
 from verifier.model_shelf import ModelShelf
 from verifier.null_distribution import CONFIDENCE, strata_of
 from verifier.scores import T2_PROFILE
@@ -71,7 +71,7 @@ def measure_files(
             if lease in measured:
                 raise _unfit(file, "each submission once", f"lease {lease}, which {measured[lease]} holds as well")
             measured[lease] = file
-            fetch_model_files(run.model, Path(folder), material.fetch)
+            fetch_model_files(run.model.files, Path(folder), material.fetch)
             shelf = ModelShelf(
                 Path(folder), material.layout(run), material.states(run, book), threads=threads
             )

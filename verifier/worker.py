@@ -13,6 +13,7 @@ from protocol.clock import Clock, SystemClock
 from protocol.errors import E_NOT_FOUND, E_WRONG_KEY, AssayError, LocalFault, PeerFault, Transient
 from protocol.identity import Identity
 from protocol.messages import AuditClaim, CheckpointHead, Lease, Receipt, RunManifest, Verdict
+from protocol.model_files import fetch_model_files
 from protocol.store import open_store
 from protocol.weights.cache import ChunkCache
 from protocol.weights.layout import Layout
@@ -23,7 +24,6 @@ from verifier.checkpoints import CheckpointBook
 from verifier.config import VerifierConfig
 from verifier.exposition import Exposition
 from verifier.findings import Judgement, Report
-from verifier.model_files import fetch_model_files
 from verifier.model_shelf import ModelShelf
 from verifier.session import Session
 from verifier.states import E_VERSION_MISSING, StateRing
@@ -201,7 +201,7 @@ def start(config: VerifierConfig, client: CoordinatorClient, identity: Identity,
 
     device = usable_device(config.device)
     fetch = client.fetch if config.store is None else open_store(config.store).get
-    model_dir = fetch_model_files(run.model, config.work / "model", fetch)
+    model_dir = fetch_model_files(run.model.files, config.work / "model", fetch)
     layout = Layout.from_bytes(fetch(run.model.layout_sha256))
     book = CheckpointBook(run, published=published_at(client))
     pool = _pool(config, clock)

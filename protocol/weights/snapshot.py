@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from protocol import canonical
+from protocol.disk import sync_directory
 from protocol.envelope import Envelope
 from protocol.errors import LocalFault, PeerFault, code
-from protocol.store import sync_directory
 from protocol.weights.layout import Layout, State, check_state, read_safetensors, write_safetensors
 
 E_SNAPSHOT = code("E_SNAPSHOT", "a saved checkpoint cannot be written or read")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from protocol.disk import json_lines
 from protocol.envelope import Envelope
 from protocol.log_entry import LogEntry, read_on
 from protocol.transparency import Peaks
@@ -181,8 +182,8 @@ def test_a_stranger_explains_every_draw_and_ban(story: Story) -> None:
 def test_no_acknowledged_work_is_lost(story: Story, afterwards: Up) -> None:
     kept = 0
     for name in HONEST:
-        for line in (story.directory / "nodes" / name / "receipts.jsonl").read_text().splitlines():
-            held = Envelope.from_dict(json.loads(line)["receipt"])
+        for line in json_lines(story.directory / "nodes" / name / "receipts.jsonl"):
+            held = Envelope.from_dict(line["receipt"])
             receipt_id = json.loads(held.payload)["receipt_id"]
             known = Envelope.from_dict(afterwards.get(f"/v1/receipts/{receipt_id}")["receipt"])
             assert known == held

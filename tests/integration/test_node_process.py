@@ -17,6 +17,7 @@ import pytest
 from protocol.api import JoinLink
 from protocol.client import CoordinatorClient
 from protocol.clock import SystemClock
+from protocol.disk import json_lines
 from protocol.envelope import Envelope
 from protocol.identity import Identity
 from protocol.messages import Receipt
@@ -91,8 +92,7 @@ class Node:
             )
 
     def receipts(self) -> list[dict[str, object]]:
-        file = self.home / "receipts.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return list(json_lines(self.home / "receipts.jsonl"))
 
     def wait_for_receipts(self, count: int) -> None:
         wait_for(lambda: len(self.receipts()) >= count or self.process.poll() is not None, f"{count} receipts")

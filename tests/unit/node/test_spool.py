@@ -70,7 +70,7 @@ def test_a_full_disk_is_a_local_fault_and_leaves_nothing(tmp_path: Path, monkeyp
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("node.spool._write", full)
+    monkeypatch.setattr("node.spool.write_durable", full)
     with pytest.raises(LocalFault, match="No space left"):
         Spool(tmp_path).put(item(1))
     assert list(tmp_path.iterdir()) == []
@@ -82,14 +82,14 @@ def test_kill_9_at_any_write_leaves_whole_items_only(tmp_path: Path, root: Path)
         "import os, signal, sys, node.spool as s\n"
         "from tests.unit.node.test_spool import item\n"
         "from pathlib import Path\n"
-        "left = int(sys.argv[2]); write = s._write\n"
+        "left = int(sys.argv[2]); write = s.write_durable\n"
         "def counted(path, data):\n"
         "    global left\n"
         "    left -= 1\n"
         "    if left < 0:\n"
         "        path.write_bytes(data[: len(data) // 2]); os.kill(os.getpid(), signal.SIGKILL)\n"
         "    write(path, data)\n"
-        "s._write = counted\n"
+        "s.write_durable = counted\n"
         "for n in range(1, 9): s.Spool(Path(sys.argv[1])).put(item(n))\n"
     )
     for writes in (0, 3):

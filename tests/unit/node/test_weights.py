@@ -143,17 +143,18 @@ def test_model_files_are_fetched_once_and_checked(tmp_path: Path) -> None:
             name="m", layout_sha256=office.layout.sha256, files={"config.json": office.store.put(b"{}")}
         )
     )
-    written: list[str] = []
+    fetched: list[str] = []
 
-    def write(path: Path, data: bytes) -> None:
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(data)
-        written.append(path.name)
+    class Client:
+        def fetch(self, sha256: str, max_bytes: int | None = None) -> bytes:
+            fetched.append(sha256)
+            return office.store.get(sha256)
 
-    client: Any = office
-    assert fetch_model(client, office.run, tmp_path / "model", write) == office.layout
-    assert fetch_model(client, office.run, tmp_path / "model", write) == office.layout
-    assert sorted(written) == ["config.json", "layout.json"]
+    client, config = Client(), office.run.model.files["config.json"]
+    assert fetch_model(client, office.run, tmp_path / "model") == office.layout
+    assert fetch_model(client, office.run, tmp_path / "model") == office.layout
+    assert sorted(fetched) == sorted([config, office.layout.sha256])
     (tmp_path / "model" / "config.json").write_bytes(b"[]")
-    fetch_model(client, office.run, tmp_path / "model", write)
-    assert written.count("config.json") == 2
+    fetch_model(client, office.run, tmp_path / "model")
+    assert fetched.count(config) == 2
+    assert (tmp_path / "model" / "config.json").read_bytes() == b"{}"
