@@ -1,6 +1,7 @@
 """The front door: one command line that mounts each part's commands and imports a part only when it is used.
 
-Exit codes: 0 all is well, 1 something failed, 2 bad usage or configuration; ``assay audit`` has its own (see its help).
+Exit codes: 0 all is well, 1 something failed, 2 bad usage or configuration, 130 interrupted. ``assay audit`` has its
+own (see its help).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Examples:
   assay node --help                           what a part can do
 
 \b
-Exit codes: 0 well, 1 failed, 2 bad usage or configuration.
+Exit codes: 0 well, 1 failed, 2 bad usage or configuration, 130 interrupted.
 """
 
 

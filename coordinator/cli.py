@@ -165,12 +165,14 @@ def drill(
 ) -> None:
     """Enrol a key as a drill: it cheats on purpose, its work never reaches the learner.
 
+    The key need not have registered yet, and stays a drill for good: make one for it (assay node join --home DRILL).
+
     Example: assay coordinator drill NODE_ID best-of-n --dir run
     """
     from coordinator.admin_client import AdminClient
 
     AdminClient(directory).act("drills", node_id=node_id, attack=attack, reason=reason)
-    print(f"{node_id} is a drill now: {attack}.")
+    print(f"{node_id} is a drill from now on, registered or not: {attack}.")
 
 
 @app.command()

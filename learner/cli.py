@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -150,22 +151,30 @@ def steps_command(
     work: Annotated[Path, typer.Option(help="Work directory of the learner.", exists=True, file_okay=False)],
     last: Annotated[int, typer.Option(min=1, help="How many versions to show.")] = 20,
     watch: Annotated[bool, typer.Option("--watch", help="Go on showing until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per version, with everything.")] = False,
 ) -> None:
     """Show the last steps as a table, the newest by lag, and warnings in words."""
     from rich.console import Console
     from rich.live import Live
 
     from learner.journal import Journal
-    from learner.table import steps_table
+    from learner.table import WIDE, steps_table
     from protocol.clock import SystemClock
 
+    if as_json and watch:
+        raise typer.BadParameter("--json cannot --watch: ask again instead", param_hint="--json")
     journal, clock, console = Journal(work), SystemClock(), Console()
+    if not console.is_terminal:
+        console = Console(width=WIDE)
+    if as_json:
+        print("\n".join(json.dumps(metrics) for metrics in journal.metrics()[-last:]))
+        return
     if not watch:
-        console.print(steps_table(journal.metrics()[-last:]))
+        console.print(steps_table(journal.metrics()[-last:], console))
         return
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            live.update(steps_table(journal.metrics()[-last:]), refresh=True)
+            live.update(steps_table(journal.metrics()[-last:], console), refresh=True)
             clock.sleep(1.0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -20,9 +20,26 @@ _COLUMNS: Final = (
 )
 
 
-def steps_table(lines: list[Metrics]) -> Group:
-    """The steps of ``lines``, the newest one's lag buckets, and what a person should look at."""
-    parts: list[Any] = [_steps(lines)]
+#: Headings in the order in which a narrow terminal does without them.
+_SPARED: Final = ("diff B", "lr", "wait s", "tokens/s", "head q", "entropy", "ratio p99", "grad", "loss", "cut")
+#: Columns that hold the widest table: what is not a terminal is as wide as it must be.
+WIDE: Final = 300
+
+
+def steps_table(lines: list[Metrics], console: Console) -> Group:
+    """The steps of ``lines``, the newest one's lag buckets, and what a person should look at.
+
+    Columns that do not fit ``console`` are left out, and named.
+    """
+    columns, spared = list(_COLUMNS), []
+    for heading in _SPARED:
+        if console.measure(_steps(lines, columns), options=console.options.update(width=WIDE)).maximum <= console.width:
+            break
+        columns = [column for column in columns if column[1] != heading]
+        spared.append(heading)
+    parts: list[Any] = [_steps(lines, columns)]
+    if spared:
+        parts.append(Text(f"not shown, for want of width: {', '.join(spared)} (all with --json)", style="dim"))
     newest = lines[-1] if lines else {}
     if newest.get("by_lag"):
         parts.append(_buckets(newest["by_lag"]))
@@ -30,12 +47,12 @@ def steps_table(lines: list[Metrics]) -> Group:
     return Group(*parts)
 
 
-def _steps(lines: list[Metrics]) -> Table:
+def _steps(lines: list[Metrics], columns: list[tuple[str, str, str]]) -> Table:
     table = Table(title="steps of the learner")
-    for _, heading, _ in _COLUMNS:
+    for _, heading, _ in columns:
         table.add_column(heading, justify="right")
     for metrics in lines:
-        cells = [_cell(metrics.get(name), form) for name, _, form in _COLUMNS]
+        cells = [_cell(metrics.get(name), form) for name, _, form in columns]
         table.add_row(*cells, style="yellow" if _warnings(metrics) else None)
     return table
 

@@ -6,8 +6,6 @@ Legend: B rows of a batch, T positions, V vocabulary, K = min(head_size, V) entr
 Spec: ``docs/spec/sampler.md``.
 """
 
-
-
 from __future__ import annotations
 
 from dataclasses import dataclass

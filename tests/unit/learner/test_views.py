@@ -9,12 +9,14 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from learner.cli import app
 from learner.event_files import EventFiles, scalars
 from learner.exposition import Exposition
 from learner.plot import page
+from learner.table import steps_table
 from protocol.errors import E_CONFIG, LocalFault
 
 STEP = {
@@ -92,7 +94,7 @@ def work_dir(folder: Path) -> Path:
 
 
 def test_the_table_warns_in_words(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("COLUMNS", "60")  # of no terminal: what is piped is never cut
     result = CliRunner().invoke(app, ["steps", "--work", str(work_dir(tmp_path))], catch_exceptions=False)
     assert result.exit_code == 0
     assert "effective sample size 0.20 is below 0.3" in result.output
@@ -101,6 +103,26 @@ def test_the_table_warns_in_words(tmp_path, monkeypatch):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert CliRunner().invoke(app, ["steps", "--work", str(empty)], catch_exceptions=False).exit_code == 0
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_a_narrow_terminal_does_without_columns_and_says_so(width):
+    console = Console(width=width, force_terminal=True, color_system=None)
+    with console.capture() as captured:
+        console.print(steps_table([STEP, LOW], console))
+    text = captured.get()
+    assert "…" not in text
+    assert max(len(line) for line in text.splitlines()) <= width
+    for heading in ("version", "reward", "ESS", "lag"):
+        assert heading in text
+    assert ("not shown" in text) == (width < 200)
+    assert "diff B" in text  # as a column or as what is not shown
+
+
+def test_steps_as_json_hold_everything(tmp_path):
+    result = CliRunner().invoke(app, ["steps", "--work", str(work_dir(tmp_path)), "--json", "--last", "1"])
+    assert [json.loads(line) for line in result.output.splitlines()] == [LOW]
+    assert CliRunner().invoke(app, ["steps", "--work", str(tmp_path), "--json", "--watch"]).exit_code == 2
 
 
 def test_the_page_needs_nothing_else(tmp_path):
