@@ -160,5 +160,5 @@ def is_gone(pid: int) -> bool:
     """Whether a process has ended (or is only waiting to be reaped)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second when it is reaped between opening and reading
         return True

@@ -69,6 +69,11 @@ def status(url: str) -> dict[str, Any] | None:
     return value
 
 
+def rollouts(url: str, state: str) -> int:
+    """How many rollouts are in a state."""
+    return int((status(url) or {}).get("rollouts", {}).get(state, 0))
+
+
 def test_three_roles_in_separate_terminals(tmp_path: Path, tiny_model: Path) -> None:
     run, port = tmp_path / "run", free_port()
     url = f"http://127.0.0.1:{port}"
@@ -93,19 +98,20 @@ def test_three_roles_in_separate_terminals(tmp_path: Path, tiny_model: Path) -> 
             "learner", "learner", "run", *role, "--key", str(run / "keys" / "learner.key"),
             "--store", f"dir:{run / 'store'}", "--model", str(tiny_model), "--work", str(tmp_path / "learner"),
         )
-        opened(
-            "verifier", "verifier", "run", *role, "--key", str(run / "keys" / "verifier.key"),
-            "--work", str(tmp_path / "verifier"),
-        )
         home = tmp_path / "home"
         assay("node", "join", link, "--home", str(home), "--name", "zoe")
         assay("node", "join", link, "--home", str(home), "--name", "zoe")  # repeating it is harmless
         drilled = assay("node", "run", "--home", str(home), "--drill", "int8", status=3)
         assert "E_DRILL_NOT_ENROLLED" in drilled
         node = opened("node", "node", "run", "--home", str(home))
-        wait_until(lambda: (status(url) or {}).get("rollouts", {}).get("accepted"), 120, "accepted rollout", tmp_path)
+        wait_until(lambda: rollouts(url, "pending"), 120, "rollout handed in", tmp_path)
         told = json.loads(assay("node", "status", "--home", str(home), "--json"))
-        assert told["running"] is True
+        assert told["running"] is True  # without a verifier the run cannot have ended
+        opened(
+            "verifier", "verifier", "run", *role, "--key", str(run / "keys" / "verifier.key"),
+            "--work", str(tmp_path / "verifier"),
+        )
+        wait_until(lambda: rollouts(url, "accepted"), 120, "accepted rollout", tmp_path)
         wait_until(lambda: learner.poll() is not None and node.poll() is not None, 150, "end of the run", tmp_path)
         assert (learner.returncode, node.returncode) == (0, 0)
         audit_one(url, run, home, root.group(1))
