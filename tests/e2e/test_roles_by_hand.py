@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.up_plan import free_port
+from tests.fakes.ports import unclaimed_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -75,7 +75,7 @@ def rollouts(url: str, state: str) -> int:
 
 
 def test_three_roles_in_separate_terminals(tmp_path: Path, tiny_model: Path) -> None:
-    run, port = tmp_path / "run", free_port()
+    run, [port] = tmp_path / "run", unclaimed_ports(1)
     url = f"http://127.0.0.1:{port}"
     founded = assay(
         "coordinator", "init", str(run), "--preset", "tiny", "--model", str(tiny_model), "--port", str(port),
