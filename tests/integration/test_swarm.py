@@ -239,7 +239,7 @@ def test_a_peer_that_is_slow_again_and_again_is_dropped(
 ) -> None:
     monkeypatch.setattr(ask, "CHUNK_S", 0.2)
     monkeypatch.setattr(host, "_LATE_S", math.inf)  # a peer is blamed only while we keep up: say that we do
-    blobs = [blob(i, 1000) for i in range(10)]
+    blobs = [blob(i, 1000) for i in range(3)]
     rogue = closing(Rogue("rogue", chunks=how, have=says_it_has_all))
     one = closing(Member(tmp_path, "one", CountingSource({sha(b): b for b in blobs})))
     one.meet(rogue)
@@ -247,7 +247,7 @@ def test_a_peer_that_is_slow_again_and_again_is_dropped(
         assert one.chunks.fetch(sha(data), len(data)) == data
         if one.peer(rogue)["dropped"]:
             break
-        until(lambda: not one.peer(rogue)["rests_s"])
+        until(one.swarm.book.ready)  # it has rested
     assert one.peer(rogue)["dropped"].startswith("E_SOURCE_SLOW")
 
 
