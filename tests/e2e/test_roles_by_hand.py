@@ -18,7 +18,7 @@ import pytest
 
 from tests.fakes.ports import unclaimed_ports
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 VERSIONS = 2
 
@@ -93,7 +93,7 @@ def test_three_roles_in_separate_terminals(tmp_path: Path, tiny_model: Path) -> 
             return terminals.enter_context(terminal(tmp_path, name, *arguments))
 
         opened("coordinator", "coordinator", "serve", str(run))
-        wait_until(lambda: status(url), 60, "coordinator", tmp_path)
+        wait_until(lambda: status(url), 200, "coordinator", tmp_path)
         learner = opened(
             "learner", "learner", "run", *role, "--key", str(run / "keys" / "learner.key"),
             "--store", f"dir:{run / 'store'}", "--model", str(tiny_model), "--work", str(tmp_path / "learner"),
@@ -104,15 +104,15 @@ def test_three_roles_in_separate_terminals(tmp_path: Path, tiny_model: Path) -> 
         drilled = assay("node", "run", "--home", str(home), "--drill", "int8", status=3)
         assert "E_DRILL_NOT_ENROLLED" in drilled
         node = opened("node", "node", "run", "--home", str(home))
-        wait_until(lambda: rollouts(url, "pending"), 120, "rollout handed in", tmp_path)
+        wait_until(lambda: rollouts(url, "pending"), 240, "rollout handed in", tmp_path)
         told = json.loads(assay("node", "status", "--home", str(home), "--json"))
         assert told["running"] is True  # without a verifier the run cannot have ended
         opened(
             "verifier", "verifier", "run", *role, "--key", str(run / "keys" / "verifier.key"),
             "--work", str(tmp_path / "verifier"),
         )
-        wait_until(lambda: rollouts(url, "accepted"), 120, "accepted rollout", tmp_path)
-        wait_until(lambda: learner.poll() is not None and node.poll() is not None, 150, "end of the run", tmp_path)
+        wait_until(lambda: rollouts(url, "accepted"), 240, "accepted rollout", tmp_path)
+        wait_until(lambda: learner.poll() is not None and node.poll() is not None, 400, "end of the run", tmp_path)
         assert (learner.returncode, node.returncode) == (0, 0)
         audit_one(url, run, home, root.group(1))
         keep_a_version(role, tmp_path)

@@ -31,7 +31,7 @@ from protocol.weights.chain import publish, sign_head
 from tests.adversary.generation import generate
 from tests.adversary.world import World, quantised
 
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 
 
 class Network:
