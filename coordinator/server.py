@@ -53,26 +53,27 @@ def serve(app: FastAPI, config: CoordinatorConfig, listener: socket.socket, on_r
     """Serve until SIGTERM or SIGINT, then finish the requests in progress and return."""
     host, port = listener.getsockname()[:2]
     url = f"http://{'[' + host + ']' if ':' in host else host}:{port}"
-    _write_address(config.directory, url)
     server = uvicorn.Server(
         uvicorn.Config(
             app, log_config=None, access_log=False, timeout_keep_alive=15, timeout_graceful_shutdown=DRAIN_S,
             limit_concurrency=512, h11_max_incomplete_event_size=64 * 1024, server_header=False, lifespan="on",
         )
     )
+
+    def end(_number: int, _frame: object) -> None:
+        """Before uvicorn listens to signals itself. It raises its own once more when it is done: no harm by then."""
+        server.should_exit = True
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _already_noted)
-    on_ready(url)
-    logger.info("serving", extra={"url": url, "directory": str(config.directory)})
+        signal.signal(number, end)
+    _write_address(config.directory, url)
     try:
+        on_ready(url)
+        logger.info("serving", extra={"url": url, "directory": str(config.directory)})
         server.run(sockets=[listener])
     finally:
         (config.directory / ADDRESS_FILE).unlink(missing_ok=True)
     logger.info("stopped")
-
-
-def _already_noted(_number: int, _frame: object) -> None:
-    """Uvicorn drains on the signal, and raises it once more when it is done; by then there is nothing left to do."""
 
 
 def _write_address(directory: Path, url: str) -> None:

@@ -250,11 +250,20 @@ class Daemon:
         self._parts.membership.stop()
         if self._aborted:
             return
+        self._hand_back_late()
         try:
             self._parts.weights.save()
             self._reporter.conclude()
         except LocalFault as error:
             _LOG.warning("%s", error, extra={"code": error.code})
+
+    def _hand_back_late(self) -> None:
+        """Leases whose answer was under way when we ended, and what could not be handed back before."""
+        self._workload.give_up(_every, "node ends")
+        try:
+            self._leaser.hand_back()
+        except AssayError as error:
+            self.health.fault("end", error)
 
 
 def _every(_: Unit) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from protocol import bundle
+from protocol import bundle, sampler
 from protocol.messages import SamplingRules
 from protocol.rollout import NO_CODE, Bundle, Finish, Rollout, Segment
 from protocol.weights import bound, kernels
@@ -19,6 +19,7 @@ def compile_all() -> None:
     """Use every kernel once. Harmless, and quick, when they are compiled already or numba is missing."""
     kernels.compiled()
     bound.compiled()
+    sampler.compiled()
     rules = SamplingRules(vocab_size=2, head_size=2, max_new_tokens=1, eos_token_ids=[0])
     bundle.decode(bundle.encode(Bundle((_smallest(),))), rules)
 

@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.up_plan import free_port
+from tests.fakes.ports import unclaimed_ports
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 VERSIONS = 2
 
@@ -69,8 +69,13 @@ def status(url: str) -> dict[str, Any] | None:
     return value
 
 
+def rollouts(url: str, state: str) -> int:
+    """How many rollouts are in a state."""
+    return int((status(url) or {}).get("rollouts", {}).get(state, 0))
+
+
 def test_three_roles_in_separate_terminals(tmp_path: Path, tiny_model: Path) -> None:
-    run, port = tmp_path / "run", free_port()
+    run, [port] = tmp_path / "run", unclaimed_ports(1)
     url = f"http://127.0.0.1:{port}"
     founded = assay(
         "coordinator", "init", str(run), "--preset", "tiny", "--model", str(tiny_model), "--port", str(port),
@@ -88,14 +93,10 @@ def test_three_roles_in_separate_terminals(tmp_path: Path, tiny_model: Path) -> 
             return terminals.enter_context(terminal(tmp_path, name, *arguments))
 
         opened("coordinator", "coordinator", "serve", str(run))
-        wait_until(lambda: status(url), 60, "coordinator", tmp_path)
+        wait_until(lambda: status(url), 200, "coordinator", tmp_path)
         learner = opened(
             "learner", "learner", "run", *role, "--key", str(run / "keys" / "learner.key"),
             "--store", f"dir:{run / 'store'}", "--model", str(tiny_model), "--work", str(tmp_path / "learner"),
-        )
-        opened(
-            "verifier", "verifier", "run", *role, "--key", str(run / "keys" / "verifier.key"),
-            "--work", str(tmp_path / "verifier"),
         )
         home = tmp_path / "home"
         assay("node", "join", link, "--home", str(home), "--name", "zoe")
@@ -103,10 +104,15 @@ def test_three_roles_in_separate_terminals(tmp_path: Path, tiny_model: Path) -> 
         drilled = assay("node", "run", "--home", str(home), "--drill", "int8", status=3)
         assert "E_DRILL_NOT_ENROLLED" in drilled
         node = opened("node", "node", "run", "--home", str(home))
-        wait_until(lambda: (status(url) or {}).get("rollouts", {}).get("accepted"), 120, "accepted rollout", tmp_path)
+        wait_until(lambda: rollouts(url, "pending"), 240, "rollout handed in", tmp_path)
         told = json.loads(assay("node", "status", "--home", str(home), "--json"))
-        assert told["running"] is True
-        wait_until(lambda: learner.poll() is not None and node.poll() is not None, 150, "end of the run", tmp_path)
+        assert told["running"] is True  # without a verifier the run cannot have ended
+        opened(
+            "verifier", "verifier", "run", *role, "--key", str(run / "keys" / "verifier.key"),
+            "--work", str(tmp_path / "verifier"),
+        )
+        wait_until(lambda: rollouts(url, "accepted"), 240, "accepted rollout", tmp_path)
+        wait_until(lambda: learner.poll() is not None and node.poll() is not None, 400, "end of the run", tmp_path)
         assert (learner.returncode, node.returncode) == (0, 0)
         audit_one(url, run, home, root.group(1))
         keep_a_version(role, tmp_path)

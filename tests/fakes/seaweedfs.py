@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+from tests.fakes.ports import unclaimed_ports
+
 ACCESS_KEY, SECRET_KEY, BUCKET = "test-access", "test-secret", "assay-test"
-_READY_S = 60.0
+_READY_S = 200.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def s3_service(directory: Path) -> Iterator[S3Service]:
         "actions": ["Admin", "Read", "Write", "List", "Tagging"],
     }
     (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
-    ports = _free_ports(8)
+    ports = unclaimed_ports(8)
     flags = [
         "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={data}", "-filer", "-s3", f"-s3.config={directory / 's3.json'}",
         "-volume.max=20", "-master.volumeSizeLimitMB=64", "-master.telemetry=false", "-s3.iam=false",
@@ -63,17 +64,8 @@ def s3_service(directory: Path) -> Iterator[S3Service]:
         yield S3Service(endpoint)
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now; all held open until the last one is found, so that they differ."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for held in sockets:
-            held.bind(("127.0.0.1", 0))
-        return [held.getsockname()[1] for held in sockets]
-
-
 def _wait(endpoint: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Until the service makes a bucket."""
+    """Until the service has made a bucket and takes objects, for which all of its parts must have met."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError
@@ -87,7 +79,11 @@ def _wait(endpoint: str, process: subprocess.Popen[bytes], log: Path) -> None:
         while True:
             try:
                 httpx.get(endpoint + "/healthz", timeout=2)
-                client.create_bucket(Bucket=BUCKET)
+                # It may be there from a try whose answer was lost.
+                with suppress(client.exceptions.BucketAlreadyExists, client.exceptions.BucketAlreadyOwnedByYou):
+                    client.create_bucket(Bucket=BUCKET)
+                client.put_object(Bucket=BUCKET, Key="ready", Body=b"yes")
+                client.delete_object(Bucket=BUCKET, Key="ready")
                 return
             except (httpx.HTTPError, BotoCoreError, ClientError) as error:
                 if process.poll() is not None or time.monotonic() > deadline:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,20 +30,11 @@ from protocol.swarm.shelf import Shelf
 from protocol.swarm.swarm import Swarm
 from protocol.weights.cache import ChunkCache
 from protocol.weights.pool import SourcePool
+from tests.fakes.waiting import PATIENCE_S, until
 
 RUN_ID = "ab" * 16
 LEARNER, COORDINATOR = Identity(b"l" * 32), Identity(b"c" * 32)
 CLOCK = SystemClock()
-#: Nothing in these tests takes that long; what does is broken.
-PATIENCE_S = 30.0
-
-
-def until(what: Callable[[], object]) -> None:
-    """Wait until ``what`` is true."""
-    give_up = time.monotonic() + PATIENCE_S
-    while not what():
-        assert time.monotonic() < give_up, "it never happened"
-        time.sleep(0.01)
 
 
 def signed_head(version: int, *, signer: Identity = LEARNER, issued_at_ms: int = 0, **changes: Any) -> Envelope:
@@ -172,7 +162,8 @@ class Rogue:
     def close(self) -> None:
         if self._token is not None:
             self._token.run_sync_soon(self._stop.set)
-        self._thread.join(5)
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
 
 
 class _Nothing:

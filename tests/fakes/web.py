@@ -28,6 +28,12 @@ class Mirror:
         self.asked: list[tuple[str, str | None]] = []
         self.closing = threading.Event()
         self.url = ""
+        self._lock = threading.Lock()
+
+    def count(self, nbytes: int) -> None:
+        """So many more bytes were served; connections have threads of their own."""
+        with self._lock:
+            self.served += nbytes
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -111,10 +117,11 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             for at in range(0, len(data), 2**14):
                 piece = data[at : at + 2**14]
+                self.mirror.count(len(piece))  # first: who has all the bytes finds them counted
                 self.wfile.write(piece)
-                self.mirror.served += len(piece)
                 self.mirror.on_served(self.mirror.served)
         except OSError:
+            self.mirror.count(-len(piece))
             self.close_connection = True
 
     def _drip(self, data: bytes) -> None:

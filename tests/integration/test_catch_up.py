@@ -112,7 +112,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     write_safetensors(model / "model.safetensors", LAYOUT, next(walk()))
     subprocess.run(
         [*COORDINATOR, "init", str(tmp_path / "run"), "--preset", "tiny", "--model", str(model)],
-        check=True, capture_output=True, timeout=120,
+        check=True, capture_output=True, timeout=200,
     )
     server = Server(tmp_path / "run")
     try:

@@ -28,6 +28,7 @@ from protocol.rollout import prompt_digest
 from protocol.store import DirectoryStore
 from tests.fakes.coordinator import FakeLearner, FakeVerifier
 from tests.fakes.model_folder import make_model_folder
+from tests.fakes.ports import unclaimed_ports
 
 COORDINATOR = [sys.executable, "-m", "coordinator.cli"]
 
@@ -38,7 +39,7 @@ class Server:
     def __init__(self, directory: Path):
         self.directory = directory
         self.process: subprocess.Popen[bytes] | None = None
-        self.port = 0
+        [self.port] = unclaimed_ports(1)  # its own while it is down, too
 
     def start(self) -> str:
         (self.directory / "serve.json").unlink(missing_ok=True)
@@ -48,13 +49,12 @@ class Server:
                 [*COORDINATOR, "serve", str(self.directory), "--port", str(self.port)], stdout=log, stderr=log,
                 env=os.environ | {"ASSAY_COORDINATOR_RATE_PER_S": "0"},
             )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while time.monotonic() < deadline:
             assert self.process.poll() is None, (self.directory / "serve.log").read_text()
             if (self.directory / "serve.json").exists():
                 url = str(json.loads((self.directory / "serve.json").read_text())["url"])
-                self.port = int(url.rsplit(":", 1)[1])
-                httpx.get(f"{url}/readyz", timeout=30).raise_for_status()
+                httpx.get(f"{url}/readyz", timeout=60).raise_for_status()
                 return url
             time.sleep(0.05)
         raise AssertionError("the coordinator did not come up")
@@ -71,7 +71,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     made = subprocess.run(
         [*COORDINATOR, "init", str(tmp_path / "run"), "--preset", "tiny", "--model", str(model), "--seed", "7",
          "--set", "batch.groups_per_batch=1000"],
-        check=True, capture_output=True, text=True, timeout=120,
+        check=True, capture_output=True, text=True, timeout=200,
     )
     assert "assay://" in made.stdout
     server = Server(tmp_path / "run")
@@ -115,7 +115,7 @@ def submit_while_killed(server: Server, *, seed: int, kills: int) -> None:
         server.start()
     stop.set()
     for worker in workers:
-        worker.join(timeout=60)
+        worker.join(timeout=200)
         assert not worker.is_alive()
     assert receipts, "no receipt was ever given"
     stored = DirectoryStore(server.directory / "store")
@@ -135,7 +135,7 @@ def submit_while_killed(server: Server, *, seed: int, kills: int) -> None:
 def assay(*arguments: object) -> subprocess.CompletedProcess[str]:
     """A command, as a user calls it."""
     return subprocess.run(
-        [sys.executable, "-m", "assay", *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "assay", *map(str, arguments)], capture_output=True, text=True, timeout=200, check=False
     )
 
 
@@ -170,7 +170,7 @@ def audit(verb: str, url: str, link: JoinLink, remembered: Path) -> dict[str, An
     """What a stranger finds in the log with nothing but the root key and the head of the last time."""
     arguments = ["audit", verb, url, "--root", link.root, "--remember", str(remembered), "--json"]
     result = subprocess.run(
-        [sys.executable, "-m", "assay", *arguments], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "assay", *arguments], capture_output=True, text=True, timeout=200, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
     found: dict[str, Any] = json.loads(result.stdout)
@@ -268,7 +268,7 @@ def test_bad_calls_are_explained_and_change_nothing(server: Server, tmp_path: Pa
         (["invite", "--dir", str(server.directory)], 1, "E_UNREACHABLE"),
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "assay", "coordinator", *arguments], capture_output=True, text=True, timeout=120,
+            [sys.executable, "-m", "assay", "coordinator", *arguments], capture_output=True, text=True, timeout=200,
             check=False,
         )
         assert (done.returncode, code in done.stderr) == (status, True), done.stderr
@@ -302,7 +302,7 @@ def test_the_operator_works_from_the_command_line(server: Server, request: pytes
 
 def run(verb: str, *arguments: str, server: Server) -> str:
     done = subprocess.run(
-        [*COORDINATOR, verb, *arguments, "--dir", str(server.directory)], capture_output=True, text=True, timeout=60,
+        [*COORDINATOR, verb, *arguments, "--dir", str(server.directory)], capture_output=True, text=True, timeout=200,
         check=True,
     )
     return done.stdout

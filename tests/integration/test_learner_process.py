@@ -30,7 +30,7 @@ from tests.fakes.learner_server import ROOT_KEY, VERSIONS, Server, arguments
 from tests.fakes.learning import LEARNER, make_learner
 from tests.fakes.same_bits import assert_same_bits
 
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ from protocol.swarm.swarm import Swarm
 from tests.fakes.clock import FakeClock
 from tests.fakes.coordinator import RUN_ID as WORLD_RUN
 from tests.fakes.coordinator import World
-from tests.fakes.swarm import limits, until
+from tests.fakes.swarm import limits
+from tests.fakes.waiting import until
 from tests.unit.node.office import COORDINATOR, FakeCoordinator, pool_of, state_of
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(400),
     # The library leaves some of its sockets to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -141,7 +143,7 @@ def test_nodes_tell_each_other_which_log_they_were_shown(tmp_path: Path) -> None
     office, meeting = FakeCoordinator(), Meeting()
     office.publish(state_of(0))
     one, two = (Node(tmp_path, name, office, meeting) for name in ("one", "two"))
-    heads = (LogHead(origin_of(office.run.run_id), size, bytes(32)).sign(COORDINATOR) for size in range(1, 1000))
+    heads = (LogHead(origin_of(office.run.run_id), size, bytes(32)).sign(COORDINATOR) for size in itertools.count(1))
     said: list[str] = []
     heard: list[str] = []
 

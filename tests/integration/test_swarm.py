@@ -1,11 +1,12 @@
-"""Real libp2p hosts on loopback: exchange, rogues, gossip, discovery; life without the swarm, without the store."""
+"""Real libp2p hosts on loopback: exchange, rogues; life without the swarm, without the store."""
 
 from __future__ import annotations
 
-import gc
 import hashlib
+import math
 import random
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,17 @@ import pytest
 pytest.importorskip("libp2p", reason="the swarm needs the extra 'swarm' (libp2p, trio)")
 
 import trio
-from multiaddr import Multiaddr
 
 from protocol.errors import LocalFault, Transient
 from protocol.messages import ChunkRef
 from protocol.swarm import ask, host, serve, wire
 from protocol.swarm.line import Line
 from protocol.swarm.wire import Answer, Status
-from tests.fakes.swarm import LEARNER, CountingSource, Member, Rogue, signed_head, signed_note, until
+from tests.fakes.swarm import CountingSource, Member, Rogue
+from tests.fakes.waiting import until
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(400),
     # The library leaves some of its sockets to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -33,30 +34,14 @@ pytestmark = [
 Close = Callable[[Any], Any]
 
 
-@pytest.fixture
-def closing() -> Iterator[Close]:
-    """Ends hosts when the test is over."""
-    opened: list[Any] = []
-
-    def keep(thing: Any) -> Any:
-        opened.append(thing)
-        return thing
-
-    yield keep
-    for thing in reversed(opened):
-        thing.close()
-    opened.clear()
-    gc.collect()  # here, where the warning is expected
-
-
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deadlines of a quick network."""
-    monkeypatch.setattr(ask, "CHUNK_S", 1.0)
-    monkeypatch.setattr(ask, "STALL_S", 0.5)
-    monkeypatch.setattr(ask, "OPEN_S", 2.0)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines that honest peers keep on a busy machine; a test that needs one to pass sets it shorter."""
+    monkeypatch.setattr(ask, "CHUNK_S", 60.0)
+    monkeypatch.setattr(ask, "STALL_S", 60.0)
+    monkeypatch.setattr(ask, "OPEN_S", 60.0)
     monkeypatch.setattr(ask, "STAGGER_MS", 500)
-    monkeypatch.setattr(ask, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(ask, "PATIENCE_S", 60.0)
 
 
 def blob(seed: int, size: int = 300_000) -> bytes:
@@ -82,11 +67,15 @@ def test_a_chunk_of_several_pieces_comes_from_a_peer_and_is_accounted_for(tmp_pa
     assert two.chunks.fetch(key, len(data)) == data
     assert two.cache.get(key) == data
     assert two.source.asked == []
-    assert two.peer(one)["bytes_fetched"] == one.peer(two)["bytes_served"] == len(data)
+    assert two.peer(one)["bytes_fetched"] == len(data)
+    until(lambda: one.peer(two)["bytes_served"] == len(data))  # counted when the last piece has left
     assert two.peer(one)["why"] == ""
 
 
-def test_each_chunk_leaves_the_store_once_however_many_nodes_want_it(tmp_path: Path, closing: Close) -> None:
+def test_each_chunk_leaves_the_store_once_however_many_nodes_want_it(
+    tmp_path: Path, closing: Close, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ask, "STAGGER_MS", wire.MAX_WAIT_MS)  # whoever is first begins in time
     blobs = [blob(i, 50_000) for i in range(12)]
     objects = {sha(b): b for b in blobs}
     members = [closing(Member(tmp_path, f"node-{i}", CountingSource(objects))) for i in range(3)]
@@ -137,10 +126,10 @@ def test_with_the_swarm_blocked_the_store_is_enough_and_the_status_says_why(tmp_
     with_nobody = Rogue("gone")
     with_nobody.close()
     one.swarm.book.found(with_nobody.id, [with_nobody.address], "test")
-    until(lambda: "cannot be reached" in one.peer(with_nobody)["why"])
+    until(lambda: re.search("cannot be reached.*refused", one.peer(with_nobody)["why"].lower()))
     one.chunks.fetch_all(refs([data]))
     assert one.source.asked == [sha(data)]
-    assert "refused" in one.peer(with_nobody)["why"].lower()
+    assert not one.peer(with_nobody)["connected"]
 
 
 def test_a_host_that_cannot_listen_leaves_the_store(tmp_path: Path, closing: Close) -> None:
@@ -230,7 +219,8 @@ def test_a_peer_that_is_slow_again_and_again_is_dropped(
     tmp_path: Path, closing: Close, monkeypatch: pytest.MonkeyPatch, how: Callable[[Line], Any]
 ) -> None:
     monkeypatch.setattr(ask, "CHUNK_S", 0.2)
-    blobs = [blob(i, 1000) for i in range(400)]  # a peer is blamed only while we ourselves keep up
+    monkeypatch.setattr(host, "_LATE_S", math.inf)  # a peer is blamed only while we keep up: say that we do
+    blobs = [blob(i, 1000) for i in range(3)]
     rogue = closing(Rogue("rogue", chunks=how, have=says_it_has_all))
     one = closing(Member(tmp_path, "one", CountingSource({sha(b): b for b in blobs})))
     one.meet(rogue)
@@ -238,7 +228,7 @@ def test_a_peer_that_is_slow_again_and_again_is_dropped(
         assert one.chunks.fetch(sha(data), len(data)) == data
         if one.peer(rogue)["dropped"]:
             break
-        until(lambda: not one.peer(rogue)["rests_s"])
+        until(one.swarm.book.ready)  # it has rested
     assert one.peer(rogue)["dropped"].startswith("E_SOURCE_SLOW")
 
 
@@ -290,6 +280,7 @@ def test_a_host_of_another_run_is_left_alone(tmp_path: Path, closing: Close) -> 
     other = closing(Rogue("other", run_id="cd" * 16))
     one.meet(other)
     assert one.chunks.fetch(sha(data), len(data)) == data
+    until(lambda: one.peer(other)["dropped"])
     assert one.peer(other)["dropped"].startswith("E_SWARM_WIRE")
     assert "another run" in one.peer(other)["dropped"]
 
@@ -308,7 +299,7 @@ def test_one_peer_holds_only_so_many_streams(tmp_path: Path, closing: Close) -> 
     async def one_too_many(its: host.Host) -> bytes:
         try:
             line = await its._open(one.id, wire.chunk_protocol("ab" * 16))
-            with trio.fail_after(20):
+            with trio.fail_after(60):
                 return await line.read(1)
         except Transient:
             return b""
@@ -319,111 +310,3 @@ def test_one_peer_holds_only_so_many_streams(tmp_path: Path, closing: Close) -> 
     assert one.peer(rogue)["dropped"] is None
     assert one.swarm.view()["running"]
     assert one.peer(rogue)["connected"]
-
-
-# -- heads -----------------------------------------------------------------------------------------------
-
-
-def test_a_head_travels_from_node_to_node(tmp_path: Path, closing: Close) -> None:
-    one, two, three = (closing(Member(tmp_path, name)) for name in ("one", "two", "three"))
-    one.meet(two)
-    two.meet(three)
-    heads = iter(range(1, 1000))
-
-    def spread() -> bool:
-        one.swarm.tell(signed_head(next(heads)))
-        return three.woken.wait(0.3)
-
-    until(spread)
-    assert three.swarm.heads.version >= 1
-    assert not one.woken.is_set()
-
-
-def test_a_forged_head_stops_at_the_first_node_and_a_stale_one_harms_nobody(tmp_path: Path, closing: Close) -> None:
-    one, two = closing(Member(tmp_path, "one")), closing(Member(tmp_path, "two"))
-    rogue, gossip = closing(Rogue("rogue")), closing(Rogue("old news"))
-    one.meet(two, rogue, gossip)
-    one.swarm.tell(signed_head(7))
-    forged = signed_head(99, signer=type(LEARNER)(b"x" * 32)).to_bytes()
-
-    def refused() -> bool:
-        gossip.do(lambda its: its.tell(signed_head(3).to_bytes()))
-        rogue.do(lambda its: its.tell(forged))
-        return bool(one.peer(rogue)["dropped"])
-
-    until(refused)
-    assert one.peer(rogue)["dropped"].startswith("E_SIGNATURE")
-    assert one.peer(gossip)["dropped"] is None
-    assert one.swarm.heads.version == 7
-    assert two.swarm.heads.version in (-1, 7)
-    assert not one.woken.is_set()
-
-
-def test_a_head_that_gossip_lost_is_pulled(
-    tmp_path: Path, closing: Close, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "_PULL_S", 0.1)
-    one, two = closing(Member(tmp_path, "one")), closing(Member(tmp_path, "two"))
-    one.swarm.heads.hear(signed_head(5).to_bytes(), 0)  # known to it, never told
-    two.meet(one)
-    until(lambda: two.swarm.heads.version == 5)
-    assert two.woken.is_set()
-
-
-def test_what_one_node_was_shown_of_the_log_reaches_the_others(tmp_path: Path, closing: Close) -> None:
-    one, two, three = (closing(Member(tmp_path, name)) for name in ("one", "two", "three"))
-    one.meet(two)
-    two.meet(three)
-    three.swarm.tell_note(signed_note(5, 1))  # what the coordinator showed this one
-    sizes = iter(range(6, 1000))
-
-    def spread() -> bool:
-        one.swarm.tell_note(signed_note(next(sizes)))
-        return bool(three.notes)
-
-    until(spread)
-    assert two.notes[0] in {signed_note(5, 1), *map(signed_note, range(6, 1000))}
-    assert one.notes in ([], [signed_note(5, 1)])
-
-
-def test_a_forged_log_head_costs_the_one_who_passes_it_on(tmp_path: Path, closing: Close) -> None:
-    one, rogue = closing(Member(tmp_path, "one")), closing(Rogue("rogue"))
-    one.meet(rogue)
-    forged = signed_note(99, signer=LEARNER).encode()
-
-    def refused() -> bool:
-        rogue.do(lambda its: its.tell_note(forged))
-        return bool(one.peer(rogue)["dropped"])
-
-    until(refused)
-    assert one.peer(rogue)["dropped"].startswith("E_SIGNATURE")
-    assert one.notes == []
-
-
-def test_our_peer_ids_are_those_of_the_library(closing: Close) -> None:
-    rogue = closing(Rogue("somebody"))
-    assert str(rogue.host._host.get_id()) == rogue.id
-
-
-def test_a_host_tells_others_no_address_that_means_here(closing: Close) -> None:
-    its = closing(Rogue("somebody")).host
-    everywhere = [Multiaddr("/ip4/0.0.0.0/tcp/4101"), Multiaddr("/ip4/192.0.2.7/tcp/4101")]
-    assert its._outward(everywhere) == everywhere
-    its.seen_from = "198.51.100.4"
-    assert [str(address) for address in its._outward(everywhere)] == [
-        "/ip4/198.51.100.4/tcp/4101", "/ip4/192.0.2.7/tcp/4101",
-    ]
-
-
-# -- discovery -------------------------------------------------------------------------------------------
-
-
-def test_peers_find_each_other_through_the_table(
-    tmp_path: Path, closing: Close, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "_LOOK_UP_S", (0.5, 0.5))
-    one, two, three = (closing(Member(tmp_path, name)) for name in ("one", "two", "three"))
-    one.meet(two)
-    three.meet(two)
-    until(lambda: three.peer(one).get("connected"))
-    assert {"dht", "inbound"} & set(three.peer(one)["found_by"])

@@ -66,7 +66,7 @@ class Follower:
     def finish(self) -> str:
         """The root it reaches when nobody kills it."""
         with self.start() as child:
-            said, _ = child.communicate(timeout=120)
+            said, _ = child.communicate(timeout=240)
         assert child.returncode == 0, (self.home / "stderr").read_text()
         return said.split()[-1]
 
@@ -80,7 +80,7 @@ class Follower:
                     child.kill()
 
             mirror.on_served = kill
-            child.communicate(timeout=120)
+            child.communicate(timeout=240)
             mirror.on_served = lambda served: None
 
     def killed_while_applying(self, seconds: float) -> None:
@@ -92,7 +92,7 @@ class Follower:
                     time.sleep(seconds)
                     child.kill()
                     break
-            child.communicate(timeout=120)
+            child.communicate(timeout=240)
 
 
 def test_twenty_kills_cost_a_chunk_each_at_most_and_never_the_state(tmp_path: Path, root: Path) -> None:

@@ -18,7 +18,7 @@ from protocol.errors import E_CONFIG, E_STORE, E_USAGE, AssayError, LocalFault
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "assay", *arguments], capture_output=True, text=True, timeout=120, check=False, cwd=cwd
+        [sys.executable, "-m", "assay", *arguments], capture_output=True, text=True, timeout=200, check=False, cwd=cwd
     )
 
 
@@ -111,6 +111,6 @@ def test_every_command_has_a_help_text_with_an_example(part: str) -> None:
 def test_the_page_of_error_codes_is_current(root: Path) -> None:
     result = subprocess.run(
         [sys.executable, str(root / "docs" / "generate_errors.py"), "--check"], capture_output=True, text=True,
-        timeout=60, check=False,
+        timeout=200, check=False,
     )
     assert result.returncode == 0, result.stderr

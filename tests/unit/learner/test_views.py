@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import urllib.request
 from pathlib import Path
@@ -18,6 +17,7 @@ from learner.exposition import Exposition
 from learner.plot import page
 from learner.table import steps_table
 from protocol.errors import E_CONFIG, LocalFault
+from tests.fakes.ports import unclaimed_ports
 
 STEP = {
     "version": 3, "reward_mean": 0.25, "loss": None, "kl": 1e-4, "head_kl": 2e-4, "ess": 0.91, "ess_used": 0.95,
@@ -77,11 +77,9 @@ def test_tensorboard_that_is_not_there_is_named(tmp_path, monkeypatch):
 
 
 def test_prometheus_over_http(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = unclaimed_ports(1)
     Exposition(tmp_path / "metrics.prom", port).show(STEP)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         assert b"assay_learner_ess 0.91" in answer.read()
     with pytest.raises(LocalFault) as caught:
         Exposition(tmp_path / "metrics.prom", port)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +151,13 @@ def test_dry_run_says_where_settings_come_from(tmp_path: Path, monkeypatch: pyte
     assert "threads = 1  # default" in said
 
 
-def test_status_shows_age_and_reason(tmp_path: Path) -> None:
+def test_status_shows_age_and_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     office = FakeCoordinator()
     office.publish(state_of(0))
     daemon = build(tmp_path, office)
-    status = daemon.status() | {"pid": 2**22 + 1, "updated_at_ms": int(time.time() * 1000) - 5_000}
+    now = SystemClock().now_ms()
+    monkeypatch.setattr(SystemClock, "now_ms", lambda _: now)
+    status = daemon.status() | {"pid": 2**22 + 1, "updated_at_ms": now - 5_000}
     Home(tmp_path).write_status(status)
     code, said = cli("status", "--home", str(tmp_path))
     assert code == 1

@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from node.engine import Request
+from node.engine import Finished, Request
 from node.health import Outcome
+from protocol.api import LeaseReply
 from protocol.bundle import bundle_root, decode
 from protocol.errors import LocalFault
 from protocol.identity import Identity
+from protocol.messages import LeaseRequest
 from protocol.rollout import rollout_seed
 from protocol.sampler import replay
+from tests.fakes.waiting import beside, until
 from tests.unit.node.office import (
     COORDINATOR,
     NODE,
@@ -85,19 +88,20 @@ def test_a_run_from_the_first_lease_to_the_last_version(tmp_path: Path, office: 
 def test_draining_finishes_what_is_begun_and_hands_the_rest_back(tmp_path: Path, office: FakeCoordinator) -> None:
     office.offer(*(office.lease_of(i) for i in range(40)))
     daemon, engine = make_daemon(tmp_path, office, prefetch=2.0)
+    step = engine.step
+
+    def begin_and_wait() -> list[Finished]:
+        """Once something is begun nothing moves until the node drains."""
+        finished = step()
+        engine.stuck = engine.tokens > 0 and not daemon.health.draining.is_set()
+        return finished
 
     def drain_when_full() -> None:
-        while not engine.tokens:
-            threading.Event().wait(0.01)
-        engine.stuck = True
-        while daemon._workload.open_samples < 8:
-            threading.Event().wait(0.01)
+        until(lambda: engine.stuck and daemon._workload.open_samples >= 8)
         daemon.drain()
-        while not daemon.health.draining.is_set():
-            threading.Event().wait(0.01)
-        engine.stuck = False
 
-    threading.Thread(target=drain_when_full).start()
+    engine.step = begin_and_wait  # type: ignore[method-assign]
+    beside(drain_when_full)
     assert daemon.run() is Outcome.DONE
     assert office.commitments
     assert office.commitments.keys() | office.returned.keys() == office.given.keys()
@@ -121,19 +125,37 @@ def test_draining_gives_up_at_its_deadline(tmp_path: Path, office: FakeCoordinat
     assert office.returned == {office.lease_of(0).lease_id: "node ends"}
 
 
+def test_leases_that_arrive_while_it_ends_go_back_too(tmp_path: Path, office: FakeCoordinator) -> None:
+    """The answer is still on its way when the node has nothing left to do."""
+    office.offer(office.lease_of(0))
+    daemon, _ = make_daemon(tmp_path, office)
+    asked = office.lease
+
+    def answer_late(request: LeaseRequest) -> LeaseReply:
+        reply = asked(request)
+        if reply.leases:
+            daemon.drain()
+            assert daemon.health.stopping.wait(20)
+        return reply
+
+    office.lease = answer_late  # type: ignore[method-assign]
+    assert daemon.run() is Outcome.DONE
+    assert office.returned == {office.lease_of(0).lease_id: "node ends"}
+
+
 def test_told_twice_it_ends_at_once_and_keeps_finished_work(tmp_path: Path, office: FakeCoordinator) -> None:
     office.offer(*(office.lease_of(i) for i in range(4)))
     office.fail("upload", *(unreachable() for _ in range(100)))
     daemon, _ = make_daemon(tmp_path, office)
 
     def stop_when_spooled() -> None:
-        while not list(tmp_path.glob("spool/0*")):
-            threading.Event().wait(0.01)
+        until(lambda: any(tmp_path.glob("spool/0*")))
         daemon.drain()
         daemon.abort()
 
-    threading.Thread(target=stop_when_spooled).start()
+    beside(stop_when_spooled)
     assert daemon.run() is Outcome.FAULT
+    assert all(worker.join(60) for worker in daemon.workers)  # it does not wait for them, and one may still be spooling
     kept = {path.name for path in tmp_path.glob("spool/0*")}
     assert kept
     assert not office.commitments
@@ -288,38 +310,33 @@ def test_a_broken_engine_hands_everything_back(tmp_path: Path, office: FakeCoord
 def test_it_says_why_it_is_idle(tmp_path: Path) -> None:
     office = FakeCoordinator()
     daemon, _ = make_daemon(tmp_path, office)
-    thread = threading.Thread(target=daemon.run)
-    thread.start()
-    assert _wait_for(tmp_path, "no weights yet")
+    thread = beside(daemon.run)
+    until(lambda: "no weights yet" in told(tmp_path))
     office.publish(state_of(0))
-    assert _wait_for(tmp_path, "nothing to do")
+    until(lambda: "nothing to do" in told(tmp_path))
     daemon._parts.home.pause(paused=True)
-    assert _wait_for(tmp_path, "paused by its owner")
+    until(lambda: "paused by its owner" in told(tmp_path))
     office.fail("head", *(unreachable() for _ in range(50)))
-    assert _wait_for(tmp_path, "E_UNREACHABLE")
+    until(lambda: "E_UNREACHABLE" in told(tmp_path))
     daemon.drain()
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
     assert not office.given
 
 
-def _wait_for(home: Path, text: str) -> bool:
-    for _ in range(1000):
-        if (home / "status.json").exists() and text in str(status(home)["why"]):
-            return True
-        threading.Event().wait(0.01)
-    return False
+def told(home: Path) -> str:
+    """Why it is idle, as its status says; nothing before the first."""
+    return str(status(home)["why"]) if (home / "status.json").exists() else ""
 
 
 def test_the_last_report_asks_once_more(tmp_path: Path, office: FakeCoordinator) -> None:
     daemon, _ = make_daemon(tmp_path, office, contact_s=3600)
-    thread = threading.Thread(target=daemon.run)
-    thread.start()
-    while not _wait_for(tmp_path, "nothing to do") or "accepted" not in status(tmp_path):
-        threading.Event().wait(0.01)
+    thread = beside(daemon.run)
+    until(lambda: "nothing to do" in told(tmp_path) and status(tmp_path)["accepted"] == 3)  # it has asked once
     office.record = office.record | {"accepted": 9}
     daemon.drain()
-    thread.join(20)
+    thread.join(60)
+    assert not thread.is_alive()
     assert status(tmp_path)["accepted"] == 9
 
 

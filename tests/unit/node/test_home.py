@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,13 @@ def test_a_key_below_a_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(LocalFault) as caught:
         Identity.generate().save(tmp_path / "file" / "key")
     assert caught.value.code == "E_KEY_FILE"
+
+
+def test_threads_that_write_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    home = make_home(tmp_path, run_manifest())
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda number: home.write_status({"state": number}), range(100))) == [None] * 100
+    written = home.read_status()
+    assert written is not None
+    assert written["state"] in range(100)
+    assert not list(tmp_path.glob(".*.tmp"))

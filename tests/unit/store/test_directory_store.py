@@ -92,7 +92,7 @@ store.put(b"some object" * 1000)
 
 
 def test_a_killed_writer_leaves_no_object(store: DirectoryStore, root: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", _WRITER, str(store.path)], cwd=root, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", _WRITER, str(store.path)], cwd=root, check=False, timeout=200)
     assert done.returncode == -9
     assert len(list((store.path / "tmp").iterdir())) == 1
     assert not store.has(KEY)

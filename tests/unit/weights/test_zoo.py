@@ -37,13 +37,16 @@ def test_a_hostile_store_is_named_and_touches_nothing(
     learner = FakeLearner(store)
     learner.publish_many(3)
     with serving(Mirror(store.objects)) as mirror, closing(HttpSource.mirror(mirror.url, name="the store")) as source:
-        pool = SourcePool([source], ChunkCache(tmp_path), part_deadline_s=0.3, chunk_deadline_s=1.0)
+        pool = SourcePool([source], ChunkCache(tmp_path))
         follower = CheckpointFollower(pool.fetch, LEARNER.public_key, RUN_ID, LAYOUT, threads=1)
         follower.advance(learner.envelopes[:2])
         before = copy_state(follower.state)
         mirror.mode = mode
         with monkeypatch.context() as patch:
             patch.setattr("protocol.weights.diff.open_chunk", lambda *_: pytest.fail("unverified bytes were decoded"))
+            if code == "E_SOURCE_SLOW":  # no shorter for an honest store, which may be slow on a busy machine
+                patch.setattr(pool, "_part_s", 0.3)
+                patch.setattr(pool, "_chunk_s", 1.0)
             with pytest.raises(AssayError) as caught:
                 follower.advance(learner.envelopes[2:])
         assert caught.value.code in (code, "E_NO_SOURCE")
