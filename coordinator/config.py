@@ -48,7 +48,7 @@ class CoordinatorConfig(Config):
     max_inconclusive: Annotated[int, Field(ge=1)] = 3
     #: inconclusive verdicts after which a bundle is set aside
     max_claims: Annotated[int, Field(ge=1)] = 8
-    #: claims that ran out without a verdict after which a bundle is set aside
+    #: claims that ran out, or were followed by another, without a verdict, after which a bundle is set aside
     requeue_ms: Annotated[int, Field(ge=0)] = 2_000
     #: wait before an inconclusive bundle is handed out again; doubles each time
     max_clock_skew_ms: Annotated[int, Field(ge=0)] = 3_600_000
