@@ -42,7 +42,7 @@ from protocol.api import (
 )
 from protocol.clock import Clock
 from protocol.envelope import Envelope
-from protocol.messages import Commitment, UploadRequest
+from protocol.messages import AdmittedRequest, Commitment, UploadRequest
 from protocol.store import Store
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Coordinator:
         self.submissions = Submissions(run, keyring.identity, self.registry, self.epochs, self.replicas)
         self.discipline = Discipline(self.groups)
         self.audits = Audits(run, self.groups, self.discipline, self.replicas, config)
-        self.batches = Batches(run, self.groups)
+        self.batches = Batches(run, self.groups, self.replicas)
         self.screens = Screens(run)
         self.checkpoints = Checkpoints(run, self.groups, config.max_clock_skew_ms)
         self.uploads = Uploads(store, keyring.upload_secret, config)
@@ -159,10 +159,12 @@ class Coordinator:
         with self.database.write() as session:
             return self.screens.report(session, envelope, self.clock.now_ms())
 
-    def admitted(self, limit: int) -> list[AdmittedGroup]:
-        """``GET /v1/admitted``."""
+    def admitted(self, envelope: Envelope) -> list[AdmittedGroup]:
+        """``POST /v1/admitted``."""
+        request = self.run.from_learner(envelope, AdmittedRequest)
+        self.registry.check_date(request.issued_at_ms, self.clock.now_ms())
         with self.database.read() as session:
-            return self.batches.admitted(session, limit)
+            return self.batches.admitted(session, request.limit)
 
     def batch(self, version: int) -> BatchReply:
         """``GET /v1/batches/{version}``."""

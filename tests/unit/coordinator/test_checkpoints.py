@@ -137,10 +137,12 @@ def test_lag_is_counted_from_the_start_version(world: World) -> None:
 )
 def test_a_batch_that_does_not_fit_is_refused_whole(world: World, change: dict[str, Any], code: str) -> None:
     ready(world)
+    plan = world.learner.plan(**change)
     world.learner.client.run_id = None
     with pytest.raises(PeerFault) as caught:
-        world.learner.client.post_batch(world.learner.plan(**change))
+        world.learner.client.post_batch(plan)
     assert caught.value.code == code
+    world.learner.client.run_id = RUN_ID
     assert len(world.learner.client.admitted(9)) == 2
     assert world.node_row(world.node())["credit_pending"] == 40
 

@@ -21,7 +21,7 @@ def test_everything_can_be_read_before_anything_happened(make_world: MakeWorld) 
         assert world.http.get(path).status_code == 200, path
     status = world.http.get("/v1/status").json()
     assert (status["version"], status["nodes"], status["reward_mean"]) == (None, [], [])
-    assert world.http.get("/v1/admitted").json() == {"groups": []}
+    assert world.learner.client.admitted(9) == []
 
 
 def test_unknown_paths_methods_and_parameters_are_problems(world: World) -> None:
