@@ -6,6 +6,7 @@ import logging
 import threading
 from typing import Any
 
+import anyio
 from sqlalchemy.orm import Session
 
 from coordinator import checkpoints, evidence, invites, status
@@ -77,6 +78,8 @@ class Coordinator:
         self.screens = Screens(run)
         self.checkpoints = Checkpoints(run, self.groups, config.max_clock_skew_ms)
         self.uploads = Uploads(store, keyring.upload_secret, config)
+        #: evidence files that are put together at the same time: each holds its bundle in memory
+        self.collecting = anyio.CapacityLimiter(2)
         self._stop = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep_forever, name="sweeper", daemon=True)
 
@@ -103,14 +106,20 @@ class Coordinator:
             return self.rendezvous.announce(session, envelope, seen_from, self.clock.now_ms())
 
     def grant_upload(self, envelope: Envelope) -> UploadReply:
-        """``POST /v1/uploads``."""
+        """``POST /v1/uploads``. The store is asked for nodes only, while the database is not held."""
         with self.database.write() as session:
-            request, _ = self.registry.authenticate(session, envelope, UploadRequest, self.clock.now_ms())
+            request, node = self.registry.authenticate(session, envelope, UploadRequest, self.clock.now_ms())
+        self.uploads.check_size(request)
+        if self.store.has(request.object_sha256):
+            return UploadReply(url="", exists=True)
+        with self.database.read() as session:
+            self.submissions.check_may_upload(session, node)
         return self.uploads.grant(request, self.clock.now_ms())
 
     def submit(self, envelope: Envelope) -> SubmitReply:
-        """``POST /v1/submissions``. The store is asked before the database is held."""
-        claimed = self.run.peek(envelope, Commitment)
+        """``POST /v1/submissions``. The store is asked for nodes only, before the database is held."""
+        with self.database.read() as session:
+            claimed, _ = self.registry.authenticate(session, envelope, Commitment, self.clock.now_ms())
         stored = self.store.size(claimed.object_sha256) if self.store.has(claimed.object_sha256) else None
         with self.database.write() as session:
             now_ms = self.clock.now_ms()
