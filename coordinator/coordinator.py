@@ -80,6 +80,8 @@ class Coordinator:
         self.uploads = Uploads(store, keyring.upload_secret, config)
         #: evidence files that are put together at the same time: each holds its bundle in memory
         self.collecting = anyio.CapacityLimiter(2)
+        #: messages of the learner and of verifiers, or of whoever says so, that are parsed at the same time
+        self.parsing = anyio.CapacityLimiter(4)
         self._stop = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep_forever, name="sweeper", daemon=True)
 

@@ -8,71 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import tempfile
-from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import anyio
 
 from coordinator.config import CoordinatorConfig
+from coordinator.drafts import Draft
 from coordinator.places import Places
 from protocol.api import E_UPLOAD_URL, UploadReply
-from protocol.errors import E_OBJECT_HASH, E_STORE, E_TOO_LARGE, LocalFault, PeerFault
+from protocol.errors import E_OBJECT_HASH, E_TOO_LARGE, PeerFault
 from protocol.messages import UploadRequest
 from protocol.store import Store
 
-#: Bytes of a draft that are held in memory; what is longer goes to a file.
-_IN_MEMORY: Final = 2**20
 #: Whole objects in memory at the same time, on their way into the store.
 _KEPT_AT_ONCE: Final = 2
-
-
-class Draft:
-    """An object on its way in, hashed as it comes. Its file has no name: it ends with the process."""
-
-    def __init__(self, directory: Path):
-        self._file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY, dir=str(directory))  # noqa: SIM115 - closed by exit
-        self._hash = hashlib.sha256()
-        self.size = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    @property
-    def sha256(self) -> str:
-        """Of what came so far, hex."""
-        return self._hash.hexdigest()
-
-    def write(self, part: bytes) -> None:
-        """The next bytes.
-
-        Raises:
-            LocalFault: ``E_STORE`` when the disk refuses.
-        """
-        self._hash.update(part)
-        self.size += len(part)
-        try:
-            self._file.write(part)
-        except OSError as error:
-            raise LocalFault(E_STORE, "cannot keep an upload on disk", got=str(error)) from None
-
-    def read(self) -> bytes:
-        """All bytes.
-
-        Raises:
-            LocalFault: ``E_STORE``.
-        """
-        try:
-            self._file.seek(0)
-            return self._file.read()
-        except OSError as error:
-            raise LocalFault(E_STORE, "cannot read an upload from disk", got=str(error)) from None
 
 
 class Uploads:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import anyio.to_thread
 from fastapi import APIRouter, Request
 
 from coordinator.edge import address_of, receive_body
@@ -50,11 +49,7 @@ async def upload(request: Request, desk: Desk, sha256: str, size: int, expires: 
     uploads, config = desk.uploads, desk.config
     uploads.check(node, sha256, size, expires, sig, desk.clock.now_ms())
     with uploads.places.hold(node, address_of(request.scope), sha256), uploads.draft() as draft:
-
-        async def take(part: bytes) -> None:
-            await anyio.to_thread.run_sync(draft.write, part)
-
-        await receive_body(request, size, config.body_timeout_s, take, bytes_per_s=config.upload_bytes_per_s)
+        await receive_body(request, size, config.body_timeout_s, draft.take, bytes_per_s=config.upload_bytes_per_s)
         await uploads.keep(sha256, size, draft)
     return Ack()
 

@@ -173,10 +173,15 @@ def epoch_list(desk: Desk) -> dict[str, Any]:
 
 
 @router.get("/v1/epochs/{epoch}/draws", tags=["public"])
-def epoch_draws(desk: Desk, epoch: Number) -> dict[str, Any]:
-    """Receipts of one epoch with the rate each was drawn at."""
+def epoch_draws(
+    desk: Desk, epoch: Number,
+    first: Annotated[int, Query(alias="from", ge=0, lt=2**48)] = 0,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+) -> dict[str, Any]:
+    """Receipts of one epoch with the rate each was drawn at; go on with ``from`` = ``next``."""
     with desk.database.read() as session:
-        return {"draws": epochs.draws_of(session, epoch)}
+        draws = epochs.draws_of(session, epoch, first, limit)
+    return {"draws": draws, "next": first + limit if len(draws) == limit else None}
 
 
 def _receipt_summary(row: Receipt) -> dict[str, Any]:

@@ -133,6 +133,18 @@ def test_what_is_coming_is_not_held_in_memory(serve: Serve, stack: ExitStack) ->
     assert world.store.get(hashlib.sha256(data).hexdigest()) == data
 
 
+def test_what_strangers_say_in_the_learners_place_is_not_held_in_memory(serve: Serve, stack: ExitStack) -> None:
+    world, server = serve()
+    connection = stack.enter_context(connect(server))
+    connection.sendall(begin("POST", "/v1/verdicts", 2**21) + bytes(2**20))
+    deadline = time.monotonic() + 20
+    while not any(str(world.directory) in name for name in open_files()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert any(f"{world.directory}/" in name and "(deleted)" in name for name in open_files())
+    connection.sendall(bytes(2**20))
+    assert status_of(connection) == 422
+
+
 def open_files() -> list[str]:
     found = []
     for link in Path("/proc/self/fd").iterdir():
