@@ -72,6 +72,11 @@ class CoordinatorConfig(Config):
     #: DEBUG, INFO, WARNING or ERROR
 
     @property
+    def longest_upload_ms(self) -> float:
+        """Time from the grant of an upload to the latest end of it, in milliseconds."""
+        return self.upload_ms + 1000 * (self.body_timeout_s + self.max_object_bytes / self.upload_bytes_per_s)
+
+    @property
     def database(self) -> str:
         """URL of the database."""
         return self.database_url or f"sqlite:///{self.directory / 'coordinator.db'}"

@@ -20,6 +20,7 @@ from coordinator.epochs import Epochs
 from coordinator.groups import Groups
 from coordinator.keyring import Keyring
 from coordinator.leases import Leases
+from coordinator.loose import Loose
 from coordinator.prompts import Prompts
 from coordinator.registry import Registry
 from coordinator.rendezvous import Rendezvous
@@ -43,7 +44,8 @@ from protocol.api import (
 )
 from protocol.clock import Clock
 from protocol.envelope import Envelope
-from protocol.messages import AdmittedRequest, Commitment, UploadRequest
+from protocol.errors import E_RATE_LIMITED, Transient
+from protocol.messages import AdmittedRequest, CheckpointManifest, Commitment, UploadRequest
 from protocol.store import Store
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,8 @@ class Coordinator:
         self.screens = Screens(run)
         self.checkpoints = Checkpoints(run, self.groups, config.max_clock_skew_ms)
         self.uploads = Uploads(store, keyring.upload_secret, config)
+        self.loose = Loose(store, config.longest_upload_ms)
+        self._since_ms = clock.now_ms()
         #: evidence files that are put together at the same time: each holds its bundle in memory
         self.collecting = anyio.CapacityLimiter(2)
         #: messages of the learner and of verifiers, or of whoever says so, that are parsed at the same time
@@ -112,22 +116,43 @@ class Coordinator:
         with self.database.write() as session:
             request, node = self.registry.authenticate(session, envelope, UploadRequest, self.clock.now_ms())
         self.uploads.check_size(request)
-        if self.store.has(request.object_sha256):
+        now_ms, sha256 = self.clock.now_ms(), request.object_sha256
+        self.loose.share(node.id, sha256, now_ms)
+        if self.store.has(sha256):
             return UploadReply(url="", exists=True)
         with self.database.read() as session:
-            self.submissions.check_may_upload(session, node)
-        return self.uploads.grant(request, self.clock.now_ms())
+            allowed = self.submissions.may_upload(session, node)
+        self.loose.grant(node.id, sha256, allowed, now_ms)
+        return self.uploads.grant(request, now_ms)
+
+    def check_upload(self, node: str, sha256: str, expires_ms: int) -> bool:
+        """Whether the object of an upload address of ours is there already.
+
+        Raises:
+            Transient: ``E_RATE_LIMITED`` when it is not, and the address was given up for others of the node.
+        """
+        if self.loose.sending(node, sha256) or expires_ms - self.config.upload_ms < self._since_ms:
+            return False  # what an earlier process granted is known to nobody
+        if self.store.has(sha256):
+            return True
+        raise Transient(E_RATE_LIMITED, "this upload was given up for others of its node", hint="ask again (POST)")
+
+    def note_upload(self, node: str, sha256: str, expires_ms: int) -> None:
+        """An object was uploaded, and is loose until something names it."""
+        if expires_ms - self.config.upload_ms >= self._since_ms:
+            self.loose.sent(node, sha256, self.clock.now_ms())
 
     def submit(self, envelope: Envelope) -> SubmitReply:
         """``POST /v1/submissions``. The store is asked for nodes only, before the database is held."""
         with self.database.read() as session:
             claimed, _ = self.registry.authenticate(session, envelope, Commitment, self.clock.now_ms())
-        stored = self.store.size(claimed.object_sha256) if self.store.has(claimed.object_sha256) else None
-        with self.database.write() as session:
-            now_ms = self.clock.now_ms()
-            reply = self.submissions.submit(session, envelope, stored, now_ms)
-            self._settle_draws(session, now_ms)
-            return reply
+        with self.loose.naming([claimed.object_sha256], self.clock.now_ms()):
+            stored = self.store.size(claimed.object_sha256) if self.store.has(claimed.object_sha256) else None
+            with self.database.write() as session:
+                now_ms = self.clock.now_ms()
+                reply = self.submissions.submit(session, envelope, stored, now_ms)
+                self._settle_draws(session, now_ms)
+                return reply
 
     # -- verifiers and the learner -----------------------------------------------------------------------
 
@@ -143,9 +168,12 @@ class Coordinator:
 
     def publish_checkpoint(self, envelope: Envelope) -> Ack:
         """``POST /v1/checkpoints``."""
-        missing = next((c.sha256 for c in checkpoints.chunks(envelope) if not self.store.has(c.sha256)), None)
-        with self.database.write() as session:
-            return self.checkpoints.publish(session, envelope, missing, self.clock.now_ms())
+        self.run.from_learner(envelope, CheckpointManifest)
+        named = [chunk.sha256 for chunk in checkpoints.chunks(envelope)]
+        with self.loose.naming(named, self.clock.now_ms()):
+            missing = next((sha256 for sha256 in named if not self.store.has(sha256)), None)
+            with self.database.write() as session:
+                return self.checkpoints.publish(session, envelope, missing, self.clock.now_ms())
 
     def publish_head(self, envelope: Envelope) -> Ack:
         """``POST /v1/head``."""
@@ -206,7 +234,8 @@ class Coordinator:
     # -- life --------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Collect expired leases and begin a new epoch when the old one is over."""
+        """Collect expired leases and loose objects, and begin a new epoch when the old one is over."""
+        self.loose.sweep(self.clock.now_ms())
         with self.database.write() as session:
             now_ms = self.clock.now_ms()
             self.leases.expire(session, now_ms)

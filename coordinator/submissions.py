@@ -72,21 +72,23 @@ class Submissions:
             raise _mismatch("object_bytes", stored_bytes, commitment.object_bytes)
         return self._accept(session, envelope, commitment, lease, unit, node, now_ms)
 
-    def check_may_upload(self, session: Session, node: Node) -> None:
-        """Whether a node has any lease that it could hand something in for.
+    def may_upload(self, session: Session, node: Node) -> int:
+        """How many leases a node has that it could hand something in for: as many objects it may upload.
 
         Raises:
             PeerFault: ``E_LEASE_UNKNOWN`` when it never had one; else what its newest one says:
                 ``E_SECOND_COMMITMENT``, ``E_LEASE_EXPIRED`` or ``E_LEASE_CLOSED``.
         """
-        mine = select(Lease).join(Unit, Unit.id == Lease.unit_id).where(Lease.node_id == node.id)
+        mine = Lease.node_id == node.id
         still_its_own = and_(
             Lease.state == LeaseState.EXPIRED, Lease.shadow.is_(False), Unit.state == UnitState.OPEN,
             Unit.lease_id == Lease.id,
         )
-        if session.scalar(mine.where(or_(Lease.state == LeaseState.ACTIVE, still_its_own)).limit(1)) is not None:
-            return
-        newest = session.scalar(mine.order_by(Lease.issued_ms.desc()).limit(1))
+        count = select(func.count()).select_from(Lease).join(Unit, Unit.id == Lease.unit_id)
+        found = session.scalar(count.where(mine, or_(Lease.state == LeaseState.ACTIVE, still_its_own)))
+        if found:
+            return found
+        newest = session.scalar(select(Lease).where(mine).order_by(Lease.issued_ms.desc()).limit(1))
         state = "none" if newest is None else newest.state
         raise PeerFault(
             _NO_UPLOAD.get(state, E_LEASE_CLOSED), "an upload needs a lease that is open", expected="an active lease",

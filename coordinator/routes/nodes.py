@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import anyio.to_thread
 from fastapi import APIRouter, Request
 
 from coordinator.edge import address_of, receive_body
@@ -48,9 +49,12 @@ async def upload(request: Request, desk: Desk, sha256: str, size: int, expires: 
     """Put an object at an address that ``POST /v1/uploads`` gave; none of ours, no place."""
     uploads, config = desk.uploads, desk.config
     uploads.check(node, sha256, size, expires, sig, desk.clock.now_ms())
+    if await anyio.to_thread.run_sync(desk.check_upload, node, sha256, expires):
+        return Ack(duplicate=True)
     with uploads.places.hold(node, address_of(request.scope), sha256), uploads.draft() as draft:
         await receive_body(request, size, config.body_timeout_s, draft.take, bytes_per_s=config.upload_bytes_per_s)
         await uploads.keep(sha256, size, draft)
+        await anyio.to_thread.run_sync(desk.note_upload, node, sha256, expires)
     return Ack()
 
 

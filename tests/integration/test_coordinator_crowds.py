@@ -185,19 +185,19 @@ def test_slow_readers_hold_no_objects(serve: Serve, stack: ExitStack, monkeypatc
 
 
 def test_a_reader_that_stops_is_cut_off_and_one_that_is_slow_is_not(serve: Serve, stack: ExitStack) -> None:
-    world, server = serve(look_s=0.5, download_bytes_per_s=20_000)
+    world, server = serve(look_s=2.0, download_bytes_per_s=20_000)
     data = os.urandom(8 * 2**20)
     url = begin("GET", f"/v1/objects/{world.store.put(data)}")
     stopped, slow = (stack.enter_context(connect(server, buffer_bytes=65_536)) for _ in range(2))
     for connection in (stopped, slow):
         connection.sendall(url)
     came, began = 0, time.monotonic()
-    while came < len(data):  # about 4 MiB per second, with pauses
+    while came < len(data):  # about 2 MiB per second, with pauses: the kernel takes more in lumps of up to 1 MiB
         part = slow.recv(65_536)
         assert part
         came += len(part)
-        time.sleep(0.015)
-    assert time.monotonic() - began > 1
+        time.sleep(0.03)
+    assert time.monotonic() - began > 2
     taken = 0
     with suppress(ConnectionError):
         while part := stopped.recv(65_536):
