@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import and_, select
+from sqlalchemy import ColumnElement, and_, or_, select
 from sqlalchemy.orm import Session
 
 from coordinator import counters, drills, event_log, ledger, scrutiny
 from coordinator.config import CoordinatorConfig
 from coordinator.discipline import Discipline
 from coordinator.groups import LIVE, Groups
-from coordinator.models import Group, Lease, Node, Receipt, ReceiptState, Unit
+from coordinator.models import Group, Lease, Meta, Node, Receipt, ReceiptState, Unit
 from coordinator.models import Verdict as VerdictRow
 from coordinator.replicas import Replicas
 from coordinator.run import Run
@@ -45,6 +45,9 @@ class Audits:
     def claim(self, session: Session, envelope: Envelope, now_ms: int) -> ClaimReply:
         """The next job of a verifier, which holds one at a time: whatever it claimed before goes back.
 
+        What goes back unanswered may have ended its verifier: it waits before the same one gets it again, and counts
+        as a claim that lapsed (:meth:`_lapse`). Others may have it at once.
+
         Raises:
             PeerFault: ``E_WRONG_KEY`` and what is wrong with the envelope.
         """
@@ -54,9 +57,10 @@ class Audits:
             if row.claim_nonce == claim.nonce and now_ms < row.available_ms:
                 return ClaimReply(job=self._job(session, row), retry_after_ms=0)
             if now_ms < row.available_ms:
-                row.state, row.available_ms = ReceiptState.PENDING, now_ms
+                self._lapse(session, row)
+                row.available_ms = now_ms
         session.flush()
-        receipt = self._next(session, now_ms)
+        receipt = self._next(session, verifier_id, now_ms)
         if receipt is None:
             return ClaimReply(job=None, retry_after_ms=RETRY_MS)
         receipt.state, receipt.claimed_by, receipt.claim_nonce = ReceiptState.CLAIMED, verifier_id, claim.nonce
@@ -101,20 +105,45 @@ class Audits:
             self._inconclusive(session, receipt, verdict.code or "", now_ms)
         return Ack(duplicate=False)
 
-    def _next(self, session: Session, now_ms: int) -> Receipt | None:
-        waiting = and_(Receipt.state.in_((ReceiptState.PENDING, ReceiptState.CLAIMED)), Receipt.available_ms <= now_ms)
+    def _next(self, session: Session, verifier_id: str, now_ms: int) -> Receipt | None:
+        ready = or_(
+            and_(Receipt.state == ReceiptState.CLAIMED, Receipt.available_ms <= now_ms),
+            and_(
+                Receipt.state == ReceiptState.PENDING, Receipt.available_ms <= now_ms,
+                or_(Receipt.claimed_by.is_(None), Receipt.claimed_by != verifier_id, self._rested(now_ms)),
+            ),
+        )
         while True:
-            query = select(Receipt).where(waiting).order_by(Receipt.available_ms, Receipt.received_ms, Receipt.id)
+            query = select(Receipt).where(ready).order_by(Receipt.available_ms, Receipt.received_ms, Receipt.id)
             receipt = session.scalars(query.limit(1)).first()
             if receipt is None:
                 return None
             if receipt.state == ReceiptState.CLAIMED:
-                # Only a claim that ran out counts: one given back at once costs the bundle no time.
-                receipt.state, receipt.claims = ReceiptState.PENDING, receipt.claims + 1
+                self._lapse(session, receipt)
             if receipt.claims < self._config.max_claims:
                 return receipt
             self._set_aside(session, receipt, ABANDONED, now_ms)
             session.flush()
+
+    def _lapse(self, session: Session, receipt: Receipt) -> None:
+        """A claim is over without an answer: it ran out, or its verifier asks for work again.
+
+        A verifier adds one lapse per time of a claim at most, whatever it claims and gives back meanwhile: one that
+        never answers voids no more of others' work than by holding it.
+        """
+        receipt.state = ReceiptState.PENDING
+        deadline_ms, name = receipt.available_ms, f"lapsed:{receipt.claimed_by}"
+        last = session.get(Meta, name)
+        if last is None or int(last.value) <= deadline_ms - self._config.claim_ms:
+            receipt.claims += 1
+            session.merge(Meta(name=name, value=str(deadline_ms).encode()))
+        session.flush()
+
+    def _rested(self, now_ms: int) -> ColumnElement[bool]:
+        """Whether a bundle may go to the verifier again that gave it back: after as long as it had waited by then."""
+        idle = now_ms - Receipt.available_ms
+        waited = Receipt.available_ms - Receipt.received_ms
+        return or_(idle >= self._config.claim_ms, and_(idle >= waited, idle >= self._config.requeue_ms))
 
     def _job(self, session: Session, receipt: Receipt) -> AuditJob:
         lease, node = session.get_one(Lease, receipt.lease_id), session.get_one(Node, receipt.node_id)
@@ -209,7 +238,7 @@ class Audits:
         if receipt.inconclusive >= self._config.max_inconclusive or (found == E_UNCALIBRATED and not receipt.review):
             self._set_aside(session, receipt, found, now_ms)
             return
-        receipt.state = ReceiptState.PENDING
+        receipt.state, receipt.claimed_by = ReceiptState.PENDING, None
         receipt.available_ms = now_ms + self._config.requeue_ms * 2 ** (receipt.inconclusive - 1)
 
     def _set_aside(self, session: Session, receipt: Receipt, found: str, now_ms: int) -> None:

@@ -10,8 +10,9 @@ from sqlalchemy.orm import Session
 from coordinator import counters, event_log, ledger, steering
 from coordinator.groups import Groups, head_version
 from coordinator.models import Batch, Checkpoint, Group, GroupState, Lease, Receipt, Unit
+from coordinator.replicas import Replicas
 from coordinator.run import Run
-from protocol.api import E_BATCH, Ack, AdmittedGroup, AdmittedSample, BatchReply
+from protocol.api import E_BATCH, Ack, AdmittedGroup, AdmittedSample, BatchReply, TrainedGroup, TrainedSample
 from protocol.envelope import Envelope
 from protocol.errors import E_CONFLICT, E_NOT_FOUND, LocalFault, PeerFault
 from protocol.messages import BatchGroup, BatchPlan, UpdateReceipt
@@ -20,8 +21,8 @@ from protocol.messages import BatchGroup, BatchPlan, UpdateReceipt
 class Batches:
     """The learner's side of the books."""
 
-    def __init__(self, run: Run, groups: Groups):
-        self._run, self._groups, self._rules = run, groups, run.manifest.batch
+    def __init__(self, run: Run, groups: Groups, replicas: Replicas):
+        self._run, self._groups, self._replicas, self._rules = run, groups, replicas, run.manifest.batch
 
     def admitted(self, session: Session, limit: int) -> list[AdmittedGroup]:
         """Complete, verified, unconsumed groups within the staleness bound, oldest first."""
@@ -100,9 +101,19 @@ class Batches:
         if row is None:
             raise LocalFault(E_NOT_FOUND, "no batch of this version", got=version)
         query = select(Group).where(Group.consumed_version == version).order_by(Group.id)
-        groups = [_describe(session, group) for group in session.scalars(query).all()]
+        groups = [self._shown(session, group) for group in session.scalars(query).all()]
         update = Envelope.from_bytes(row.update) if row.update is not None else None
         return BatchReply(plan=Envelope.from_bytes(row.plan), groups=groups, update=update)
+
+    def _shown(self, session: Session, group: Group) -> TrainedGroup:
+        """A consumed group, without the bundles that somebody could still hand in a copy of."""
+        withheld = {r.sha256 for _, r in _verified(session, group) if self._replicas.withheld(session, r)}
+        whole = _describe(session, group)
+        samples = [
+            TrainedSample.model_validate(dict(s) | ({"object_sha256": None} if s.receipt_sha256 in withheld else {}))
+            for s in whole.samples
+        ]
+        return TrainedGroup.model_validate(dict(whole) | {"samples": samples})
 
     def _consume(self, session: Session, entry: BatchGroup, plan: BatchPlan, now_ms: int) -> Sequence[Receipt]:
         group = session.get(Group, entry.group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -15,6 +16,10 @@ from protocol.api import E_CHECKPOINT_CHAIN, E_CLOCK_SKEW, E_OBJECT_MISSING, Ack
 from protocol.envelope import Envelope
 from protocol.errors import E_EXPIRED, E_NOT_FOUND, LocalFault, PeerFault
 from protocol.messages import CheckpointHead, CheckpointManifest, ChunkRef
+
+#: Most manifests of one answer, and most bytes of those after its first.
+MAX_PAGE: Final = 1000
+MAX_PAGE_BYTES: Final = 4 * 2**20
 
 
 class Checkpoints:
@@ -135,9 +140,16 @@ def manifest(session: Session, version: int) -> Envelope:
 
 
 def manifests(session: Session, first: int, last: int) -> list[Envelope]:
-    """Manifests of versions ``first`` to ``last``, at most 1000."""
+    """Manifests of versions ``first`` to ``last``, at most 1000, and after the first one no more than 4 MiB."""
     query = select(Checkpoint.envelope).where(Checkpoint.version.between(first, last)).order_by(Checkpoint.version)
-    return [Envelope.from_bytes(data) for data in session.scalars(query.limit(1000))]
+    found: list[Envelope] = []
+    room = MAX_PAGE_BYTES
+    for data in session.scalars(query.limit(MAX_PAGE).execution_options(yield_per=16)):
+        room -= len(data)
+        if room < 0 and found:
+            break
+        found.append(Envelope.from_bytes(data))
+    return found
 
 
 def _stored(refs: Iterable[ChunkRef]) -> int:

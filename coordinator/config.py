@@ -27,12 +27,25 @@ class CoordinatorConfig(Config):
     #: requests per second one address may make; 0: no limit
     rate_burst: Annotated[int, Field(ge=1)] = 400
     #: requests one address may make at once
+    max_connections: Annotated[int, Field(ge=1)] = 512
+    #: connections open at the same time; a further one takes the place of one that is idle
+    max_connections_per_address: Annotated[int, Field(ge=1)] = 128
+    #: of which one address may have so many; proxies (FORWARDED_ALLOW_IPS) may have all
+    head_timeout_s: Annotated[float, Field(gt=0)] = 20.0
+    #: longest time a client may take to begin, that is for the head of a request, in seconds
+    download_bytes_per_s: Annotated[float, Field(gt=0)] = 4096.0
+    #: slowest reader of an answer that is waited for
     body_timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    #: longest time a client may take to send a message
+    #: longest time a client may take to send a message, in seconds
     max_object_bytes: Annotated[int, Field(ge=1)] = 64 * 2**20
     #: largest object a node may upload
-    max_uploads: Annotated[int, Field(ge=1)] = 8
-    #: uploads received at the same time; more are told to wait
+    max_uploads: Annotated[int, Field(ge=1)] = 64
+    #: uploads received at the same time, each on disk until it is whole; more are told to wait, or take the place of
+    #: whoever holds most
+    max_uploads_per_node: Annotated[int, Field(ge=1)] = 4
+    #: of which one node may have so many (nodes send four side by side)
+    upload_bytes_per_s: Annotated[float, Field(gt=0)] = 16_384.0
+    #: slowest upload that is waited for, after body_timeout_s
     upload_ms: Annotated[int, Field(ge=1000)] = 300_000
     #: how long an upload address is valid
     batches_ahead: Annotated[int, Field(ge=1)] = 2
@@ -48,7 +61,7 @@ class CoordinatorConfig(Config):
     max_inconclusive: Annotated[int, Field(ge=1)] = 3
     #: inconclusive verdicts after which a bundle is set aside
     max_claims: Annotated[int, Field(ge=1)] = 8
-    #: claims that ran out without a verdict after which a bundle is set aside
+    #: claims that ran out, or were followed by another, without a verdict, after which a bundle is set aside
     requeue_ms: Annotated[int, Field(ge=0)] = 2_000
     #: wait before an inconclusive bundle is handed out again; doubles each time
     max_clock_skew_ms: Annotated[int, Field(ge=0)] = 3_600_000
@@ -57,6 +70,11 @@ class CoordinatorConfig(Config):
     #: how often expired leases are collected
     log_level: str = "INFO"
     #: DEBUG, INFO, WARNING or ERROR
+
+    @property
+    def longest_upload_ms(self) -> float:
+        """Time from the grant of an upload to the latest end of it, in milliseconds."""
+        return self.upload_ms + 1000 * (self.body_timeout_s + self.max_object_bytes / self.upload_bytes_per_s)
 
     @property
     def database(self) -> str:

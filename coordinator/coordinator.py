@@ -6,6 +6,7 @@ import logging
 import threading
 from typing import Any
 
+import anyio
 from sqlalchemy.orm import Session
 
 from coordinator import checkpoints, evidence, invites, status
@@ -19,6 +20,7 @@ from coordinator.epochs import Epochs
 from coordinator.groups import Groups
 from coordinator.keyring import Keyring
 from coordinator.leases import Leases
+from coordinator.loose import Loose
 from coordinator.prompts import Prompts
 from coordinator.registry import Registry
 from coordinator.rendezvous import Rendezvous
@@ -42,7 +44,8 @@ from protocol.api import (
 )
 from protocol.clock import Clock
 from protocol.envelope import Envelope
-from protocol.messages import Commitment, UploadRequest
+from protocol.errors import E_RATE_LIMITED, Transient
+from protocol.messages import AdmittedRequest, CheckpointManifest, Commitment, UploadRequest
 from protocol.store import Store
 
 logger = logging.getLogger(__name__)
@@ -73,10 +76,16 @@ class Coordinator:
         self.submissions = Submissions(run, keyring.identity, self.registry, self.epochs, self.replicas)
         self.discipline = Discipline(self.groups)
         self.audits = Audits(run, self.groups, self.discipline, self.replicas, config)
-        self.batches = Batches(run, self.groups)
+        self.batches = Batches(run, self.groups, self.replicas)
         self.screens = Screens(run)
         self.checkpoints = Checkpoints(run, self.groups, config.max_clock_skew_ms)
         self.uploads = Uploads(store, keyring.upload_secret, config)
+        self.loose = Loose(store, config.longest_upload_ms)
+        self._since_ms = clock.now_ms()
+        #: evidence files that are put together at the same time: each holds its bundle in memory
+        self.collecting = anyio.CapacityLimiter(2)
+        #: messages of the learner and of verifiers, or of whoever says so, that are parsed at the same time
+        self.parsing = anyio.CapacityLimiter(4)
         self._stop = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep_forever, name="sweeper", daemon=True)
 
@@ -103,20 +112,47 @@ class Coordinator:
             return self.rendezvous.announce(session, envelope, seen_from, self.clock.now_ms())
 
     def grant_upload(self, envelope: Envelope) -> UploadReply:
-        """``POST /v1/uploads``."""
+        """``POST /v1/uploads``. The store is asked for nodes only, while the database is not held."""
         with self.database.write() as session:
-            request, _ = self.registry.authenticate(session, envelope, UploadRequest, self.clock.now_ms())
-        return self.uploads.grant(request, self.clock.now_ms())
+            request, node = self.registry.authenticate(session, envelope, UploadRequest, self.clock.now_ms())
+        self.uploads.check_size(request)
+        now_ms, sha256 = self.clock.now_ms(), request.object_sha256
+        self.loose.share(node.id, sha256, now_ms)
+        if self.store.has(sha256):
+            return UploadReply(url="", exists=True)
+        with self.database.read() as session:
+            allowed = self.submissions.may_upload(session, node)
+        self.loose.grant(node.id, sha256, allowed, now_ms)
+        return self.uploads.grant(request, now_ms)
+
+    def check_upload(self, node: str, sha256: str, expires_ms: int) -> bool:
+        """Whether the object of an upload address of ours is there already.
+
+        Raises:
+            Transient: ``E_RATE_LIMITED`` when it is not, and the address was given up for others of the node.
+        """
+        if self.loose.sending(node, sha256) or expires_ms - self.config.upload_ms < self._since_ms:
+            return False  # what an earlier process granted is known to nobody
+        if self.store.has(sha256):
+            return True
+        raise Transient(E_RATE_LIMITED, "this upload was given up for others of its node", hint="ask again (POST)")
+
+    def note_upload(self, node: str, sha256: str, expires_ms: int) -> None:
+        """An object was uploaded, and is loose until something names it."""
+        if expires_ms - self.config.upload_ms >= self._since_ms:
+            self.loose.sent(node, sha256, self.clock.now_ms())
 
     def submit(self, envelope: Envelope) -> SubmitReply:
-        """``POST /v1/submissions``. The store is asked before the database is held."""
-        claimed = self.run.peek(envelope, Commitment)
-        stored = self.store.size(claimed.object_sha256) if self.store.has(claimed.object_sha256) else None
-        with self.database.write() as session:
-            now_ms = self.clock.now_ms()
-            reply = self.submissions.submit(session, envelope, stored, now_ms)
-            self._settle_draws(session, now_ms)
-            return reply
+        """``POST /v1/submissions``. The store is asked for nodes only, before the database is held."""
+        with self.database.read() as session:
+            claimed, _ = self.registry.authenticate(session, envelope, Commitment, self.clock.now_ms())
+        with self.loose.naming([claimed.object_sha256], self.clock.now_ms()):
+            stored = self.store.size(claimed.object_sha256) if self.store.has(claimed.object_sha256) else None
+            with self.database.write() as session:
+                now_ms = self.clock.now_ms()
+                reply = self.submissions.submit(session, envelope, stored, now_ms)
+                self._settle_draws(session, now_ms)
+                return reply
 
     # -- verifiers and the learner -----------------------------------------------------------------------
 
@@ -132,9 +168,12 @@ class Coordinator:
 
     def publish_checkpoint(self, envelope: Envelope) -> Ack:
         """``POST /v1/checkpoints``."""
-        missing = next((c.sha256 for c in checkpoints.chunks(envelope) if not self.store.has(c.sha256)), None)
-        with self.database.write() as session:
-            return self.checkpoints.publish(session, envelope, missing, self.clock.now_ms())
+        self.run.from_learner(envelope, CheckpointManifest)
+        named = [chunk.sha256 for chunk in checkpoints.chunks(envelope)]
+        with self.loose.naming(named, self.clock.now_ms()):
+            missing = next((sha256 for sha256 in named if not self.store.has(sha256)), None)
+            with self.database.write() as session:
+                return self.checkpoints.publish(session, envelope, missing, self.clock.now_ms())
 
     def publish_head(self, envelope: Envelope) -> Ack:
         """``POST /v1/head``."""
@@ -159,10 +198,12 @@ class Coordinator:
         with self.database.write() as session:
             return self.screens.report(session, envelope, self.clock.now_ms())
 
-    def admitted(self, limit: int) -> list[AdmittedGroup]:
-        """``GET /v1/admitted``."""
+    def admitted(self, envelope: Envelope) -> list[AdmittedGroup]:
+        """``POST /v1/admitted``."""
+        request = self.run.from_learner(envelope, AdmittedRequest)
+        self.registry.check_date(request.issued_at_ms, self.clock.now_ms())
         with self.database.read() as session:
-            return self.batches.admitted(session, limit)
+            return self.batches.admitted(session, request.limit)
 
     def batch(self, version: int) -> BatchReply:
         """``GET /v1/batches/{version}``."""
@@ -193,7 +234,8 @@ class Coordinator:
     # -- life --------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Collect expired leases and begin a new epoch when the old one is over."""
+        """Collect expired leases and loose objects, and begin a new epoch when the old one is over."""
+        self.loose.sweep(self.clock.now_ms())
         with self.database.write() as session:
             now_ms = self.clock.now_ms()
             self.leases.expire(session, now_ms)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 import anyio
@@ -14,6 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.api import E_WITHHELD, problem_of
@@ -50,20 +52,68 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
         PeerFault: ``E_TOO_LARGE``.
         Transient: ``E_UNREACHABLE`` when it does not arrive in time.
     """
+    parts: list[bytes] = []
+
+    async def take(part: bytes) -> None:
+        parts.append(part)
+
+    await receive_body(request, max_bytes, timeout_s, take)
+    return b"".join(parts)
+
+
+async def receive_body(
+    request: Request, max_bytes: int, timeout_s: float, take: Callable[[bytes], Awaitable[None]],
+    *, bytes_per_s: float | None = None,
+) -> None:
+    """Hand the request's body on, part by part.
+
+    Args:
+        max_bytes: refused by its announced length before a byte is read, and never read beyond.
+        timeout_s: time it may take, in seconds.
+        bytes_per_s: slowest pace; whatever came at it buys its own time on top.
+
+    Raises:
+        PeerFault: ``E_TOO_LARGE``.
+        Transient: ``E_UNREACHABLE`` when it does not arrive in time, or not at all.
+    """
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or int(announced) > max_bytes:
         raise _too_large(max_bytes, announced[:20])
-    parts, total = [], 0
+    total, began = 0, anyio.current_time()
     try:
-        with anyio.fail_after(timeout_s):
+        with anyio.fail_after(timeout_s) as scope:
             async for part in request.stream():
                 total += len(part)
                 if total > max_bytes:
                     raise _too_large(max_bytes, f"more than {max_bytes}")
-                parts.append(part)
+                await take(part)
+                if bytes_per_s is not None:
+                    scope.deadline = began + timeout_s + total / bytes_per_s
     except TimeoutError:
-        raise Transient(E_UNREACHABLE, "the request's body did not arrive", expected=f"< {timeout_s:g} s") from None
-    return b"".join(parts)
+        pace = "" if bytes_per_s is None else f", then {bytes_per_s:g} bytes per second"
+        expected, got = f"< {timeout_s:g} s{pace}", f"{total} bytes"
+        raise Transient(E_UNREACHABLE, "the request's body did not arrive", expected=expected, got=got) from None
+    except ClientDisconnect:
+        raise Transient(E_UNREACHABLE, "the sender went away", got=f"{total} bytes") from None
+
+
+def address_of(scope: Scope) -> str:
+    """Whom a request's connection counts as: its IPv4 address, or the network that an IPv6 subscriber has (/64)."""
+    client = scope.get("client")
+    return network_of(client[0] if client else "")
+
+
+def network_of(host: str) -> str:
+    """``host`` itself; of an IPv6 address the /64 it is in, of one that stands for an IPv4 address the latter."""
+    if ":" not in host:
+        return host
+    try:
+        address = ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
 
 
 def problem_response(error: AssayError, extra_headers: Mapping[str, str] | None = None) -> JSONResponse:
@@ -140,8 +190,7 @@ class RateLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["type"] == "http" and self._rate > 0 and scope["path"] not in _EXEMPT:
-            client = scope.get("client")
-            wait_s = self.take(client[0] if client else "")
+            wait_s = self.take(address_of(scope))
             if wait_s > 0:
                 error = Transient(E_RATE_LIMITED, "too many requests", expected=f"<= {self._rate:g} per second")
                 error.retry_after_s = wait_s

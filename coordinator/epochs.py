@@ -67,10 +67,11 @@ def describe(session: Session) -> list[dict[str, Any]]:
     ]
 
 
-def draws_of(session: Session, epoch: int) -> list[dict[str, Any]]:
-    """Receipts of one epoch with the rate each was drawn at; together with the key they repeat the draw."""
+def draws_of(session: Session, epoch: int, first: int, limit: int) -> list[dict[str, Any]]:
+    """Receipts of one epoch from number ``first`` on, with the rate each was drawn at; the key repeats the draw."""
     ended = session.get(Epoch, epoch)
-    rows = session.scalars(select(Receipt).where(Receipt.epoch == epoch).order_by(Receipt.received_ms, Receipt.id))
+    query = select(Receipt).where(Receipt.epoch == epoch).order_by(Receipt.received_ms, Receipt.id)
+    rows = session.scalars(query.offset(first).limit(limit))
     return [
         {
             "receipt_id": row.id, "receipt_sha256": row.sha256, "rate_ppm": row.rate_ppm,

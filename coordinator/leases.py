@@ -38,6 +38,8 @@ RETRY_SOON_MS: Final = 250
 RETRY_LATER_MS: Final = 1000
 #: How long the rest of a group is kept for others at least.
 KEPT_FOR_OTHERS_MS: Final = 5_000
+#: How often a node may give back all leases that it may hold, within the time of a lease.
+RETURNS_SPARED: Final = 4
 #: ``why`` of a finished run; nodes exit when they read it.
 RUN_COMPLETE: Final = "run complete"
 
@@ -66,10 +68,11 @@ class Leases:
         self.expire(session, now_ms)
         if self._groups.is_complete(session):
             return LeaseReply(leases=[], retry_after_ms=RETRY_LATER_MS, why=RUN_COMPLETE)
-        allowance = self._allowance(session, node)
+        allowance = self._allowance(session, node, now_ms)
         wanted = min(request.max_leases, allowance)
         if wanted < 1:
-            why = f"you hold {self._held(session, node)} leases already; finish or return some"
+            held, returned = self._held(session, node), self._returned(session, node, now_ms)
+            why = f"you hold {held} leases already and gave {returned} back lately; finish some"
             return LeaseReply(leases=[], retry_after_ms=RETRY_LATER_MS, why=why)
         shadow = session.get(Drill, node.id) is not None
         twins = [] if shadow else self._replicas.wanted(session, node)
@@ -124,11 +127,19 @@ class Leases:
         held = select(func.count()).select_from(Lease)
         return session.scalar(held.where(Lease.node_id == node.id, Lease.state == LeaseState.ACTIVE)) or 0
 
-    def _allowance(self, session: Session, node: Node) -> int:
+    def _allowance(self, session: Session, node: Node, now_ms: int) -> int:
         """How many more leases a node may hold; it shrinks while the node drops them or is doubtful again and again."""
         halvings = node.drop_streak + scrutiny.disagreements(session, node)
         most = max(1, self._config.max_active_leases >> min(halvings, 16))
-        return most - self._held(session, node)
+        spared = RETURNS_SPARED * self._config.max_active_leases - self._returned(session, node, now_ms)
+        return min(most, spared) - self._held(session, node)
+
+    def _returned(self, session: Session, node: Node, now_ms: int) -> int:
+        """Leases that a node gave back and that would still be open: each cost us a signature and rows for good."""
+        given = select(func.count()).select_from(Lease).where(
+            Lease.node_id == node.id, Lease.state == LeaseState.RETURNED, Lease.deadline_ms > now_ms
+        )
+        return session.scalar(given) or 0
 
     def _units(self, session: Session, node: Node, wanted: int, now_ms: int) -> list[Unit]:
         """Open units the node has the weights for, oldest first, then new groups.

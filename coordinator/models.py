@@ -254,8 +254,8 @@ class Receipt(Base):
     state: Mapped[str]
     code: Mapped[str | None]
     available_ms: Mapped[int]  #: not to be claimed before this
-    claims: Mapped[int] = mapped_column(default=0)  #: that ran out without a verdict
-    claimed_by: Mapped[str | None]
+    claims: Mapped[int] = mapped_column(default=0)  #: that lapsed without a verdict
+    claimed_by: Mapped[str | None]  #: who holds it, or gave it back without an answer
     claim_nonce: Mapped[str | None]
     inconclusive: Mapped[int] = mapped_column(default=0)  #: verdicts of that kind so far
     review: Mapped[bool] = mapped_column(default=False)  #: passed once, and looked at again because of an outlier

@@ -51,7 +51,7 @@ class Registry:
         node_id = opened_by(claimed.public_key)
         require_signer(envelope, node_id, "the key it names")
         hello = NodeHello.open(envelope, claimed.public_key, run_id=self._run.id)
-        self._check_date(hello.issued_at_ms, now_ms)
+        self.check_date(hello.issued_at_ms, now_ms)
         self._check_abilities(hello)
         node = session.get(Node, node_id)
         if node is None:
@@ -84,7 +84,7 @@ class Registry:
             )
         require_signer(envelope, node.id, "the node it names")
         message = cls.open(envelope, node.public_key, run_id=self._run.id)
-        self._check_date(message.issued_at_ms, now_ms)
+        self.check_date(message.issued_at_ms, now_ms)
         lift_lapsed_ban(node, now_ms)
         if node.state == NodeState.BANNED:
             raise PeerFault(
@@ -116,12 +116,17 @@ class Registry:
         event_log.append(session, now_ms, "node-registered", body)
         return node
 
-    def _check_date(self, issued_at_ms: int, now_ms: int) -> None:
+    def check_date(self, issued_at_ms: int, now_ms: int) -> None:
+        """Refuse a message that was dated too long ago or ahead.
+
+        Raises:
+            PeerFault: ``E_CLOCK_SKEW``.
+        """
         if abs(issued_at_ms - now_ms) > self._max_clock_skew_ms:
             raise PeerFault(
                 E_CLOCK_SKEW, "the message's date is too far from our clock",
                 expected=f"within {self._max_clock_skew_ms} ms of {now_ms}", got=issued_at_ms,
-                hint="set the node's clock (for example with NTP)",
+                hint="set the sender's clock (for example with NTP)",
             )
 
     def _check_abilities(self, hello: NodeHello) -> None:

@@ -68,6 +68,6 @@ def review(session: Session, receipt: Receipt, why: str, now_ms: int) -> None:
     """Put a bundle that passed without a recomputation back into the queue, to be recomputed once."""
     if receipt.state == ReceiptState.PASS and not receipt.drawn and not receipt.review:
         receipt.state, receipt.review, receipt.available_ms = ReceiptState.PENDING, True, now_ms
-        receipt.claims = receipt.inconclusive = 0
+        receipt.claims, receipt.inconclusive, receipt.claimed_by = 0, 0, None
         body = {"receipt_id": receipt.id, "node_id": receipt.node_id, "why": why}
         event_log.append(session, now_ms, "review", body)

@@ -10,12 +10,14 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from coordinator.config import CoordinatorConfig
+from coordinator.connections import LOOK_S, Connections, counted
 from protocol.errors import E_CONFIG, LocalFault
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,8 @@ ADDRESS_FILE: Final = "serve.json"
 LOCK_FILE: Final = "serve.lock"
 #: Longest wait for requests in progress when the process ends, in seconds.
 DRAIN_S: Final = 10
+#: How long a connection is kept between two requests, in seconds.
+KEEP_ALIVE_S: Final = 15
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -53,12 +57,7 @@ def serve(app: FastAPI, config: CoordinatorConfig, listener: socket.socket, on_r
     """Serve until SIGTERM or SIGINT, then finish the requests in progress and return."""
     host, port = listener.getsockname()[:2]
     url = f"http://{'[' + host + ']' if ':' in host else host}:{port}"
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app, log_config=None, access_log=False, timeout_keep_alive=15, timeout_graceful_shutdown=DRAIN_S,
-            limit_concurrency=512, h11_max_incomplete_event_size=64 * 1024, server_header=False, lifespan="on",
-        )
-    )
+    server = uvicorn.Server(settings(app, config))
 
     def end(_number: int, _frame: object) -> None:
         """Before uvicorn listens to signals itself. It raises its own once more when it is done: no harm by then."""
@@ -74,6 +73,26 @@ def serve(app: FastAPI, config: CoordinatorConfig, listener: socket.socket, on_r
     finally:
         (config.directory / ADDRESS_FILE).unlink(missing_ok=True)
     logger.info("stopped")
+
+
+def settings(app: FastAPI, config: CoordinatorConfig, look_s: float = LOOK_S) -> uvicorn.Config:
+    """How uvicorn serves: limits on connections, heads and readers, proxies as ``FORWARDED_ALLOW_IPS`` names them.
+
+    Args:
+        look_s: how often a reader that has fallen behind is looked at, in seconds.
+    """
+    connections = Connections(
+        config.max_connections, config.max_connections_per_address, config.head_timeout_s, config.download_bytes_per_s,
+        look_s,
+    )
+    made = uvicorn.Config(
+        app, log_config=None, access_log=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=DRAIN_S,
+        # Connections are limited before; what this limits is the work that abandoned ones have left.
+        limit_concurrency=2 * config.max_connections, h11_max_incomplete_event_size=64 * 1024, server_header=False,
+        lifespan="on", ws="none",
+    )
+    made.http = counted(connections, ProxyHeadersMiddleware(cast(Any, app), made.forwarded_allow_ips).trusted_hosts)
+    return made
 
 
 def _write_address(directory: Path, url: str) -> None:

@@ -5,14 +5,17 @@ A download in parts would otherwise hash the whole object for every part.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
 from typing import Final
 
-from protocol.store import Store
+from protocol.store import Store, check_hash
 
 #: Objects whose check is remembered.
 _REMEMBERED: Final = 65_536
+#: Bytes of an object in memory while it is hashed.
+_PIECE_BYTES: Final = 2**20
 
 
 class Shelf:
@@ -36,12 +39,21 @@ class Shelf:
             if known is not None and known[0] == stamp:
                 self._checked.move_to_end(sha256)
                 return known[1]
-        size = len(self._store.get(sha256))
+        size = self._hash(sha256)
         if stamp is not None and stamp == self._store.stamp(sha256):
             with self._lock:
                 self._checked[sha256] = stamp, size
                 while len(self._checked) > _REMEMBERED:
                     self._checked.popitem(last=False)
+        return size
+
+    def _hash(self, sha256: str) -> int:
+        """Read all of an object, a piece at a time, and check its hash; its size in bytes."""
+        digest, size = hashlib.sha256(), 0
+        while piece := self._store.read(sha256, size, size + _PIECE_BYTES):
+            digest.update(piece)
+            size += len(piece)
+        check_hash(sha256, digest.hexdigest())
         return size
 
     def read(self, sha256: str, start: int, end: int) -> bytes:

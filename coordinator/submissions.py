@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Final
 
-from sqlalchemy import func, select
+from sqlalchemy import and_, func, or_, select
 from sqlalchemy.orm import Session
 
 from coordinator import counters, event_log, scrutiny
@@ -28,6 +29,11 @@ from protocol.errors import PeerFault
 from protocol.identity import Identity
 from protocol.messages import Commitment
 from protocol.messages import Receipt as ReceiptMessage
+
+#: Why a node without an open lease may not upload, by the state of its newest one; closed otherwise.
+_NO_UPLOAD: Final = {
+    "none": E_LEASE_UNKNOWN, LeaseState.SUBMITTED: E_SECOND_COMMITMENT, LeaseState.EXPIRED: E_LEASE_EXPIRED,
+}
 
 
 class Submissions:
@@ -65,6 +71,29 @@ class Submissions:
         if stored_bytes != commitment.object_bytes:
             raise _mismatch("object_bytes", stored_bytes, commitment.object_bytes)
         return self._accept(session, envelope, commitment, lease, unit, node, now_ms)
+
+    def may_upload(self, session: Session, node: Node) -> int:
+        """How many leases a node has that it could hand something in for: as many objects it may upload.
+
+        Raises:
+            PeerFault: ``E_LEASE_UNKNOWN`` when it never had one; else what its newest one says:
+                ``E_SECOND_COMMITMENT``, ``E_LEASE_EXPIRED`` or ``E_LEASE_CLOSED``.
+        """
+        mine = Lease.node_id == node.id
+        still_its_own = and_(
+            Lease.state == LeaseState.EXPIRED, Lease.shadow.is_(False), Unit.state == UnitState.OPEN,
+            Unit.lease_id == Lease.id,
+        )
+        count = select(func.count()).select_from(Lease).join(Unit, Unit.id == Lease.unit_id)
+        found = session.scalar(count.where(mine, or_(Lease.state == LeaseState.ACTIVE, still_its_own)))
+        if found:
+            return found
+        newest = session.scalar(select(Lease).where(mine).order_by(Lease.issued_ms.desc()).limit(1))
+        state = "none" if newest is None else newest.state
+        raise PeerFault(
+            _NO_UPLOAD.get(state, E_LEASE_CLOSED), "an upload needs a lease that is open", expected="an active lease",
+            got=f"newest lease: {state}",
+        )
 
     def _accept(
         self, session: Session, envelope: Envelope, commitment: Commitment, lease: Lease, unit: Unit, node: Node,

@@ -69,6 +69,7 @@ def run(
         return
     with CoordinatorClient(coordinator, Identity.load(key), clock=clock) as client:
         manifest = open_run(client, root, clock.now_ms())
+        client.run_id = manifest.run_id
         learner_key(client, manifest)
         if dry_run:
             _print_plan(model, settings, provenance, manifest, size)

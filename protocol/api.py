@@ -180,29 +180,47 @@ class ClaimReply(Reply):
     retry_after_ms: int
 
 
-class AdmittedSample(Reply):
-    """One verified sample of an admitted group."""
-
+class _Sample(Reply):
     sample: int  #: index within the group
     receipt_sha256: str  #: digest of the receipt's payload
-    object_sha256: str  #: the bundle that holds it (with the other samples of its lease)
     lease: WireEnvelope
     reward_micro: int  #: recomputed by the verifier, 1e-6
     node_id: str
 
 
-class AdmittedGroup(Reply):
-    """A complete, verified, unconsumed group."""
-
+class _Group(Reply):
     group: int
     environment: str
     start_version: int
     prompt_tokens: list[int]
+
+
+class AdmittedSample(_Sample):
+    """One verified sample of an admitted group."""
+
+    object_sha256: str  #: the bundle that holds it (with the other samples of its lease)
+
+
+class AdmittedGroup(_Group):
+    """A complete, verified, unconsumed group."""
+
     samples: list[AdmittedSample]  #: ascending by sample
 
 
+class TrainedSample(_Sample):
+    """One sample that a version was trained on."""
+
+    object_sha256: str | None  #: its bundle; null while somebody could hand in a copy
+
+
+class TrainedGroup(_Group):
+    """A group that a version was trained on."""
+
+    samples: list[TrainedSample]  #: ascending by sample
+
+
 class AdmittedReply(Reply):
-    """Answer to ``GET /v1/admitted``: oldest groups first."""
+    """Answer to an ``AdmittedRequest``: oldest groups first."""
 
     groups: list[AdmittedGroup]
 
@@ -211,7 +229,7 @@ class BatchReply(Reply):
     """Answer to ``GET /v1/batches/{version}``: what a version was trained on."""
 
     plan: WireEnvelope  #: signed by the learner
-    groups: list[AdmittedGroup]  #: the groups it consumed, ascending
+    groups: list[TrainedGroup]  #: the groups it consumed, ascending
     update: WireEnvelope | None  #: the learner's update receipt, once the step is done
 
 

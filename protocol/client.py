@@ -49,6 +49,7 @@ from protocol.errors import (
 )
 from protocol.identity import Identity
 from protocol.messages import (
+    AdmittedRequest,
     AuditClaim,
     BatchPlan,
     Commitment,
@@ -178,11 +179,14 @@ class CoordinatorClient:
             return None
 
     def admitted(self, limit: int) -> list[AdmittedGroup]:
-        """Complete, verified, unconsumed groups, oldest first."""
-        return _parse(AdmittedReply, self._get("/v1/admitted", {"limit": limit})).groups
+        """Complete, verified, unconsumed groups, oldest first; only the learner is told, of the run of ``run_id``."""
+        if self.run_id is None:
+            raise LocalFault(E_WRONG_RUN, "this question names its run", got="a client without run_id")
+        request = AdmittedRequest(run_id=self.run_id, limit=limit, issued_at_ms=self._clock.now_ms())
+        return _parse(AdmittedReply, self._send("/v1/admitted", request)).groups
 
     def batch(self, version: int) -> BatchReply:
-        """The plan of a version and the groups it consumed: what a learner needs to pick a broken step up again."""
+        """The plan of a version, the groups it consumed and its update receipt."""
         return _parse(BatchReply, self._get(f"/v1/batches/{version}"))
 
     def status(self) -> dict[str, Any]:

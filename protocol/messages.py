@@ -16,7 +16,8 @@ from protocol.identity import key_id
 from protocol.message import Count, Hex16, Hex32, Message, Millis, Name, Part, Signed, TokenId, parse
 
 __all__ = [
-    "AuditClaim", "AuditPolicy", "BatchGroup", "BatchPlan", "BatchRules", "CalibrationRecord", "CheckpointHead",
+    "AdmittedRequest", "AuditClaim", "AuditPolicy", "BatchGroup", "BatchPlan", "BatchRules", "CalibrationRecord",
+    "CheckpointHead",
     "CheckpointManifest", "ChunkRef", "Commitment", "Count", "Environment", "Finding", "Hex16", "Hex32", "Lease",
     "LeaseRequest", "LeaseReturn", "Message", "Millis", "ModelSpec", "Name", "NodeHello", "NodeScreen", "Part",
     "Profile", "Receipt", "Roles", "RolloutScore", "RouteRules", "RunManifest", "SamplingRules", "ScreenReport",
@@ -360,6 +361,14 @@ class NodeScreen(Part):
     outliers: Count  #: of them, beyond the screen's limit, corrected for lag
     score_milli: Signed  #: one-sided z-score against the other nodes of the batch at the same lag, 1e-3
     receipts: Annotated[list[Hex32], Field(max_length=64)]  #: digests of the receipts that stand out, worst first
+
+
+class AdmittedRequest(Message):
+    """The learner asks for admitted groups: the answer says where bundles are that nobody else is to copy."""
+
+    TYPE: ClassVar[str] = "application/vnd.assay.admitted-request.v1+json"
+    limit: Annotated[int, Field(ge=1, le=4096)]  #: most groups of the answer
+    issued_at_ms: Millis
 
 
 class ScreenReport(Message):

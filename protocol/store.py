@@ -137,13 +137,21 @@ def check_object(sha256: str, data: bytes) -> bytes:
     Raises:
         LocalFault: ``E_OBJECT_HASH``.
     """
-    got = hashlib.sha256(data).hexdigest()
+    check_hash(sha256, hashlib.sha256(data).hexdigest())
+    return data
+
+
+def check_hash(sha256: str, got: str) -> None:
+    """Refuse bytes of a store whose hash ``got`` is not ``sha256``.
+
+    Raises:
+        LocalFault: ``E_OBJECT_HASH``.
+    """
     if got != sha256:
         raise LocalFault(
             E_OBJECT_HASH, "the store holds damaged bytes", expected=sha256, got=got,
             hint="put the object again from its source; if it happens twice, check the disk",
         )
-    return data
 
 
 def check_size(sha256: str, size: int, max_bytes: int) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
+import anyio.to_thread
 from fastapi import Depends, Request
 
 from coordinator.coordinator import Coordinator
-from coordinator.edge import read_body
+from coordinator.drafts import Draft
+from coordinator.edge import read_body, receive_body
 from protocol.envelope import Envelope
 from protocol.messages import Message
 
@@ -33,13 +35,14 @@ async def _node_envelope(request: Request, desk: Desk) -> Envelope:
     return Envelope.from_bytes(await read_body(request, MAX_NODE_MESSAGE_BYTES, desk.config.body_timeout_s))
 
 
-async def _trusted_body(request: Request, desk: Desk) -> bytes:
-    return await read_body(request, MAX_TRUSTED_MESSAGE_BYTES, desk.config.body_timeout_s)
+async def _trusted_envelope(request: Request, desk: Desk) -> Envelope:
+    """Anybody may say that he is the learner: what comes is on disk until it is whole, and few are parsed at once.
 
-
-def _trusted_envelope(body: Annotated[bytes, Depends(_trusted_body)]) -> Envelope:
-    """Parsed in a worker thread: a large one takes long enough to hold everybody else up."""
-    return Envelope.from_bytes(body)
+    In a worker thread: a large one takes long enough to hold everybody else up.
+    """
+    with Draft(desk.config.directory) as draft:
+        await receive_body(request, MAX_TRUSTED_MESSAGE_BYTES, desk.config.body_timeout_s, draft.take)
+        return await anyio.to_thread.run_sync(lambda: Envelope.from_bytes(draft.read()), limiter=desk.parsing)
 
 
 NodeEnvelope = Annotated[Envelope, Depends(_node_envelope)]

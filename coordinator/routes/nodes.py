@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio.to_thread
 from fastapi import APIRouter, Request
 
-from coordinator.edge import read_body
+from coordinator.edge import address_of, receive_body
 from coordinator.routes.common import Desk, NodeEnvelope, takes
 from protocol.api import Ack, LeaseReply, PeersReply, RegisterReply, SubmitReply, UploadReply
 from protocol.messages import Commitment, LeaseRequest, LeaseReturn, NodeHello, UploadRequest
@@ -45,12 +45,16 @@ def grant_upload(desk: Desk, envelope: NodeEnvelope) -> UploadReply:
 
 
 @router.put("/uploads/{sha256}", response_model=Ack)
-async def upload(request: Request, desk: Desk, sha256: str, size: int, expires: int, sig: str) -> Ack:
-    """Put an object at an address that ``POST /v1/uploads`` gave."""
-    desk.uploads.check(sha256, size, expires, sig, desk.clock.now_ms())
-    with desk.uploads.place():
-        data = await read_body(request, size, desk.config.body_timeout_s)
-        await anyio.to_thread.run_sync(desk.uploads.keep, sha256, size, data)
+async def upload(request: Request, desk: Desk, sha256: str, size: int, expires: int, node: str, sig: str) -> Ack:
+    """Put an object at an address that ``POST /v1/uploads`` gave; none of ours, no place."""
+    uploads, config = desk.uploads, desk.config
+    uploads.check(node, sha256, size, expires, sig, desk.clock.now_ms())
+    if await anyio.to_thread.run_sync(desk.check_upload, node, sha256, expires):
+        return Ack(duplicate=True)
+    with uploads.places.hold(node, address_of(request.scope), sha256), uploads.draft() as draft:
+        await receive_body(request, size, config.body_timeout_s, draft.take, bytes_per_s=config.upload_bytes_per_s)
+        await uploads.keep(sha256, size, draft)
+        await anyio.to_thread.run_sync(desk.note_upload, node, sha256, expires)
     return Ack()
 
 

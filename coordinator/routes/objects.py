@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Final
 
 from fastapi import APIRouter, Request
@@ -10,6 +11,7 @@ from fastapi.responses import RedirectResponse, Response
 
 from coordinator.edge import problem_response
 from coordinator.routes.common import Desk
+from coordinator.streams import in_pieces
 from protocol.api import E_RANGE
 from protocol.errors import E_USAGE, PeerFault
 from protocol.store import missing
@@ -29,10 +31,10 @@ def get_object(request: Request, desk: Desk, sha256: str) -> Response:
         return RedirectResponse(presigned.url, status_code=307)
     size = desk.shelf.size(sha256)
     headers = {"ETag": f'"{sha256}"', "Cache-Control": "public, immutable, max-age=31536000", "Accept-Ranges": "bytes"}
-    media_type = "application/octet-stream"
+    read = partial(desk.shelf.read, sha256)
     wanted = request.headers.get("range")
     if wanted is None:
-        return Response(desk.shelf.read(sha256, 0, size), media_type=media_type, headers=headers)
+        return in_pieces(read, 0, size, headers=headers)
     span = byte_range(wanted, size)
     if span is None:
         fault = PeerFault(
@@ -41,8 +43,7 @@ def get_object(request: Request, desk: Desk, sha256: str) -> Response:
         return problem_response(fault, {"Content-Range": f"bytes */{size}"})
     first, last = span
     headers["Content-Range"] = f"bytes {first}-{last}/{size}"
-    part = desk.shelf.read(sha256, first, last + 1)
-    return Response(part, status_code=206, media_type=media_type, headers=headers)
+    return in_pieces(read, first, last + 1, status_code=206, headers=headers)
 
 
 @router.get("/skips/{name}", response_class=Response, responses={404: {}})

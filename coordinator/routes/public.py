@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import anyio.to_thread
 from fastapi import APIRouter, Path, Query
 from fastapi.responses import PlainTextResponse, Response
 from sqlalchemy import select
@@ -13,6 +14,7 @@ from coordinator.evidence import require_receipt
 from coordinator.groups import head_version
 from coordinator.models import Epoch, Group, Lease, Node, Receipt, Unit, Verdict
 from coordinator.routes.common import Desk
+from coordinator.streams import from_disk
 from protocol.api import CheckpointsReply
 from protocol.envelope import Envelope
 from protocol.errors import E_NOT_FOUND, LocalFault
@@ -125,11 +127,14 @@ def receipt(desk: Desk, receipt_id: str) -> dict[str, Any]:
 
 
 @router.get("/v1/evidence/{receipt_id}", response_class=Response, tags=["public"])
-def evidence(desk: Desk, receipt_id: str) -> Response:
+async def evidence(desk: Desk, receipt_id: str) -> Response:
     """The self-contained audit file of a receipt."""
-    name = f'attachment; filename="{receipt_id[:32]}.evidence"'
-    data = desk.evidence(receipt_id)
-    return Response(data, media_type="application/octet-stream", headers={"Content-Disposition": name})
+    headers = {"Content-Disposition": f'attachment; filename="{receipt_id[:32]}.evidence"'}
+
+    def collect() -> Response:
+        return from_disk(desk.evidence(receipt_id), desk.config.directory, headers)
+
+    return await anyio.to_thread.run_sync(collect, limiter=desk.collecting)
 
 
 @router.get("/v1/groups/{group}", tags=["public"])
@@ -168,10 +173,15 @@ def epoch_list(desk: Desk) -> dict[str, Any]:
 
 
 @router.get("/v1/epochs/{epoch}/draws", tags=["public"])
-def epoch_draws(desk: Desk, epoch: Number) -> dict[str, Any]:
-    """Receipts of one epoch with the rate each was drawn at."""
+def epoch_draws(
+    desk: Desk, epoch: Number,
+    first: Annotated[int, Query(alias="from", ge=0, lt=2**48)] = 0,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+) -> dict[str, Any]:
+    """Receipts of one epoch with the rate each was drawn at; go on with ``from`` = ``next``."""
     with desk.database.read() as session:
-        return {"draws": epochs.draws_of(session, epoch)}
+        draws = epochs.draws_of(session, epoch, first, limit)
+    return {"draws": draws, "next": first + limit if len(draws) == limit else None}
 
 
 def _receipt_summary(row: Receipt) -> dict[str, Any]:

@@ -1,14 +1,15 @@
-"""What verifiers and the learner send, and what only the learner needs to read."""
+"""What verifiers and the learner send and ask, and what the learner trained on."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Path
 
 from coordinator.routes.common import Desk, TrustedEnvelope, takes
 from protocol.api import Ack, AdmittedReply, BatchReply, ClaimReply
 from protocol.messages import (
+    AdmittedRequest,
     AuditClaim,
     BatchPlan,
     CheckpointHead,
@@ -63,13 +64,13 @@ def post_screen(desk: Desk, envelope: TrustedEnvelope) -> Ack:
     return desk.post_screen(envelope)
 
 
-@router.get("/admitted", response_model=AdmittedReply)
-def admitted(desk: Desk, limit: Annotated[int, Query(ge=1, le=4096)] = 64) -> AdmittedReply:
-    """Complete, verified, unconsumed groups, oldest first."""
-    return AdmittedReply(groups=desk.admitted(limit))
+@router.post("/admitted", response_model=AdmittedReply, openapi_extra=takes(AdmittedRequest))
+def admitted(desk: Desk, envelope: TrustedEnvelope) -> AdmittedReply:
+    """Complete, verified, unconsumed groups, oldest first; they name bundles, so only the learner is told."""
+    return AdmittedReply(groups=desk.admitted(envelope))
 
 
 @router.get("/batches/{version}", response_model=BatchReply)
 def batch(desk: Desk, version: Annotated[int, Path(ge=0, lt=2**48)]) -> BatchReply:
-    """The plan of one version and the groups it consumed."""
+    """The plan of one version and the groups it consumed; a bundle is null while somebody could hand in a copy."""
     return desk.batch(version)

@@ -7,13 +7,12 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 from protocol.api import AdmittedReply
 from protocol.envelope import Envelope
 from protocol.errors import PeerFault
 from protocol.identity import Identity
-from protocol.messages import BatchPlan, CheckpointManifest, ScreenReport, UpdateReceipt
+from protocol.messages import AdmittedRequest, BatchPlan, CheckpointManifest, ScreenReport, UpdateReceipt
 from protocol.store import DirectoryStore
 from tests.fakes.learning import (
     LEARNER,
@@ -63,19 +62,19 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
         with self.server.lock:
-            if url.path == "/v1/run":
+            if self.path == "/v1/run":
                 self.answer(self.server.manifest.sign(ROOT_KEY).to_dict())
-            elif url.path == "/v1/admitted":
-                groups = self.server.client.admitted(int(parse_qs(url.query)["limit"][0]))
-                self.answer(AdmittedReply(groups=groups).model_dump(mode="json"))
 
     def do_POST(self) -> None:
         envelope = Envelope.from_dict(json.loads(self.rfile.read(int(self.headers["content-length"]))))
         client = self.server.client
         try:
             with self.server.lock:
+                if self.path == "/v1/admitted":
+                    groups = client.admitted(AdmittedRequest.open(envelope, LEARNER.public_key).limit)
+                    self.answer(AdmittedReply(groups=groups).model_dump(mode="json"))
+                    return
                 if self.path == "/v1/checkpoints":
                     client.publish_checkpoint(envelope)
                 elif self.path == "/v1/head":

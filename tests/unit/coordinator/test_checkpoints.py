@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from coordinator import checkpoints
 from protocol.errors import LocalFault, PeerFault
 from protocol.messages import CheckpointHead, UpdateReceipt
 from tests.fakes.coordinator import RUN_ID, World, sha
@@ -22,6 +23,17 @@ def test_versions_are_published_and_read_back(make_world: MakeWorld) -> None:
     assert (head.version, head.manifest_sha256) == (1, client.checkpoint(1).digest)
     assert [e.digest for e in client.checkpoints(0, 9)] == [e.digest for e in world.learner.manifests]
     assert [e.digest for e in client.checkpoints(1, 1)] == [world.learner.manifests[1].digest]
+
+
+def test_a_page_of_manifests_is_no_longer_than_can_be_held(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        world.publish()
+    sizes = [len(envelope.to_bytes()) for envelope in world.learner.manifests]
+    monkeypatch.setattr(checkpoints, "MAX_PAGE_BYTES", sum(sizes[2:]))
+    client = world.learner.client
+    assert [len(client.checkpoints(first, 9)) for first in range(5)] == [2, 2, 2, 1, 0]
+    monkeypatch.setattr(checkpoints, "MAX_PAGE_BYTES", 1)
+    assert [len(client.checkpoints(first, 9)) for first in range(4)] == [1, 1, 1, 1]
 
 
 def test_publishing_again_is_harmless(world: World) -> None:
@@ -137,10 +149,12 @@ def test_lag_is_counted_from_the_start_version(world: World) -> None:
 )
 def test_a_batch_that_does_not_fit_is_refused_whole(world: World, change: dict[str, Any], code: str) -> None:
     ready(world)
+    plan = world.learner.plan(**change)
     world.learner.client.run_id = None
     with pytest.raises(PeerFault) as caught:
-        world.learner.client.post_batch(world.learner.plan(**change))
+        world.learner.client.post_batch(plan)
     assert caught.value.code == code
+    world.learner.client.run_id = RUN_ID
     assert len(world.learner.client.admitted(9)) == 2
     assert world.node_row(world.node())["credit_pending"] == 40
 

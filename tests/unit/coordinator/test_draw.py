@@ -45,8 +45,11 @@ def test_the_draw_can_be_repeated_once_the_key_is_revealed(make_world: MakeWorld
     node.work(1)
     world.verifier.pass_all()  # past the ramp: from now on the rate is below one
     node.work(12)
-    draws = world.http.get("/v1/epochs/0/draws").json()["draws"]
-    assert len(draws) == 13
+    whole = world.http.get("/v1/epochs/0/draws").json()
+    draws = whole["draws"]
+    assert (len(draws), whole["next"]) == (13, None)
+    pages = [world.http.get(f"/v1/epochs/0/draws?from={first}&limit=7").json() for first in (0, 7)]
+    assert ([*pages[0]["draws"], *pages[1]["draws"]], pages[0]["next"], pages[1]["next"]) == (draws, 7, None)
     assert all(d["drawn"] is None for d in draws)
     assert world.http.get("/v1/epochs").json()["epochs"][0]["key"] is None
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
-from coordinator.edge import RateLimit
+from coordinator.edge import RateLimit, address_of, network_of
 from protocol import evidence as evidence_file
 from protocol.messages import Receipt
 from tests.fakes.clock import FakeClock
@@ -21,7 +22,7 @@ def test_everything_can_be_read_before_anything_happened(make_world: MakeWorld) 
         assert world.http.get(path).status_code == 200, path
     status = world.http.get("/v1/status").json()
     assert (status["version"], status["nodes"], status["reward_mean"]) == (None, [], [])
-    assert world.http.get("/v1/admitted").json() == {"groups": []}
+    assert world.learner.client.admitted(9) == []
 
 
 def test_unknown_paths_methods_and_parameters_are_problems(world: World) -> None:
@@ -90,6 +91,25 @@ def test_rate_limit_forgets_quiet_addresses() -> None:
         limit.take(str(i))
     assert limit.take("0") == 0.0
     assert limit.take("10000") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("203.0.113.7", "203.0.113.7"), ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"), ("::1", "::/64"),
+        ("2001:db8:1:2::", "2001:db8:1:2::/64"), ("::ffff:203.0.113.7", "203.0.113.7"), ("fe80::1%eth0", "fe80::/64"),
+        ("testclient", "testclient"), ("", ""), ("a:b", "a:b"),
+    ],
+)
+def test_an_ipv6_network_counts_as_one_address(host: str, network: str) -> None:
+    assert network_of(host) == network
+    assert address_of({"client": (host, 1)}) == network
+
+
+def test_the_addresses_of_a_network_share_a_rate(make_world: MakeWorld) -> None:
+    world = make_world(config={"rate_per_s": 0.5, "rate_burst": 2})
+    one, two = (TestClient(world.app, client=(f"2001:db8::{i}", 1)) for i in (1, 2))
+    assert [client.get("/v1/run").status_code for client in (one, two, one, two)] == [200, 200, 429, 429]
 
 
 def test_an_unexpected_fault_shows_nothing_of_our_insides(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

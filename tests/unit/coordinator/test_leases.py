@@ -40,6 +40,24 @@ def test_leases_are_signed_and_cover_each_sample_once(world: World) -> None:
     assert {x.start_version for x in leases} == {0}
 
 
+def test_nobody_leases_and_returns_without_end(make_world: MakeWorld) -> None:
+    """Each lease leaves rows and a place in the log: a node gives back a few times what it may hold, and no more."""
+    world = make_world(config={"max_active_leases": 2})
+    world.publish()
+    node, count = world.node().join(), 0
+    while count < 40 and (leases := node.leases(2)):
+        ids, now_ms = [lease.lease_id for lease, _ in leases], world.clock.now_ms()
+        node.client.return_leases(
+            LeaseReturn(run_id=RUN_ID, node_id=node.key.id, lease_ids=ids, reason="none", issued_at_ms=now_ms)
+        )
+        count += len(ids)
+    assert count == 8
+    assert "gave 8 back lately" in node.ask().why
+    assert world.node("other").join().leases(1)
+    world.clock.advance(61)
+    assert node.leases(1)
+
+
 def test_the_pace_is_bound_to_the_learners(world: World) -> None:
     node = world.node().join()
     reply = node.ask(64)  # (max_lag 1 + 1) * 2 groups of 2 units

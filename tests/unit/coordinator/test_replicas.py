@@ -12,9 +12,9 @@ from protocol.api import E_WITHHELD
 from protocol.audit_draw import is_drawn
 from protocol.envelope import Envelope
 from protocol.errors import LocalFault
-from protocol.messages import Lease
+from protocol.messages import AdmittedRequest, Lease
 from protocol.messages import Receipt as ReceiptMessage
-from tests.fakes.coordinator import FakeNode, World
+from tests.fakes.coordinator import RUN_ID, FakeNode, World
 from tests.unit.coordinator.conftest import MakeWorld
 
 
@@ -211,6 +211,33 @@ def test_nobody_is_shown_what_could_be_copied(make_world: MakeWorld) -> None:
     assert Envelope.from_dict(body["receipt"]).digest == first.digest
     assert Envelope.from_dict(body["commitment"]).digest
     assert sorted(lease["shadow"] for lease in leases_of(world, 0)) == [False, False, True]
+
+
+def test_what_the_learner_takes_tells_nobody_where_bundles_are(make_world: MakeWorld) -> None:
+    """Neither the groups that wait for it nor those that it has trained on, while the first node's twin may be made."""
+    world, one, _ = twins(make_world)
+    for lease, digest in one.leases(2):
+        one.finish(lease, digest)
+    world.verifier.pass_all()
+    objects = {s.object_sha256 for group in world.learner.client.admitted(9) for s in group.samples}
+    assert len(objects) == 2
+    assert world.http.get("/v1/admitted").status_code == 405
+    asked = AdmittedRequest(run_id=RUN_ID, limit=9, issued_at_ms=world.clock.now_ms())
+    for key in (one.key, world.verifier.key):
+        answer = world.http.post("/v1/admitted", content=asked.sign(key).to_bytes())
+        assert (answer.status_code, answer.json()["code"]) == (403, "E_WRONG_KEY")
+    # a question that was overheard is of no use for long
+    overheard = asked.model_copy(update={"issued_at_ms": world.clock.now_ms() - 3_601_000}).sign(world.learner.key)
+    answer = world.http.post("/v1/admitted", content=overheard.to_bytes())
+    assert answer.json()["code"] == "E_CLOCK_SKEW"
+    world.learner.client.post_batch(world.learner.plan(1))
+    world.publish()
+    batch = world.learner.client.batch(1)
+    assert [s.object_sha256 for group in batch.groups for s in group.samples] == [None] * 4
+    assert not [name for name in objects if name in world.http.get("/v1/batches/1").text]
+    world.publish()  # one version more, and nobody makes it again: all can be audited
+    shown = world.learner.client.batch(1)
+    assert {s.object_sha256 for group in shown.groups for s in group.samples} == objects
 
 
 def test_a_bundle_that_failed_is_shown_at_once(make_world: MakeWorld) -> None:

@@ -97,6 +97,7 @@ def test_the_wrong_key_is_refused(world: World) -> None:
 
 def grant(world: World, data: bytes) -> str:
     node = world.node().join()
+    node.leases(1)
     request = UploadRequest(
         run_id=RUN_ID, node_id=node.key.id, object_sha256=hashlib.sha256(data).hexdigest(), object_bytes=len(data),
         issued_at_ms=world.clock.now_ms(),
@@ -125,13 +126,14 @@ def test_an_upload_address_takes_exactly_its_object(world: World) -> None:
 def test_an_object_is_hashed_once_however_many_parts_of_it_are_asked_for(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, get, hashed = bytes(range(200)) * 1000, world.store.get, []
+    data, shelf, hashed = bytes(range(200)) * 1000, world.coordinator.shelf, []
+    hash_of = shelf._hash
 
-    def counted(sha256: str, *limit: int) -> bytes:
+    def counted(sha256: str) -> int:
         hashed.append(sha256)
-        return get(sha256, *limit)
+        return hash_of(sha256)
 
-    monkeypatch.setattr(world.store, "get", counted)
+    monkeypatch.setattr(shelf, "_hash", counted)
     sha256 = world.store.put(data)
 
     def part(start: int) -> tuple[int, bytes]:
@@ -163,8 +165,32 @@ def test_an_upload_address_expires(world: World) -> None:
     assert world.http.put(url, content=b"the data").json()["code"] == "E_UPLOAD_URL"
 
 
+def test_an_upload_needs_a_lease_that_is_open(world: World) -> None:
+    """Not even a registered node may fill the store; what is there already is said to anybody who is one."""
+    node = world.node().join()
+
+    def refusal() -> str:
+        with pytest.raises(PeerFault) as caught:
+            node.upload(b"anything")
+        return caught.value.code
+
+    assert refusal() == "E_LEASE_UNKNOWN"
+    [(lease, digest)] = node.leases(1)
+    node.finish(lease, digest)
+    assert refusal() == "E_SECOND_COMMITMENT"
+    node.upload(node.bundle(lease))  # a lost answer is asked for again
+    assert node.client.submit(node.commitment(lease, digest)).duplicate
+    node.leases(1)
+    world.clock.advance(61)
+    world.coordinator.sweep()
+    node.upload(b"late, but nobody else has the unit")
+    world.node("other").join().leases(4)
+    assert refusal() == "E_LEASE_EXPIRED"
+
+
 def test_uploading_twice_sends_nothing_the_second_time(world: World) -> None:
     node = world.node().join()
+    node.leases(1)
     node.upload(b"again")
     world.store.delete(hashlib.sha256(b"again").hexdigest())
     node.upload(b"again")
