@@ -29,7 +29,7 @@ from protocol.rollout import NO_CODE, Bundle, Rollout
 from protocol.sampler import TAIL, draw, seed_words
 from protocol.sampler_torch import sample_batch
 from protocol.weights.layout import State
-from verifier.divergence import Residuals
+from verifier.divergence import TOKEN_CHECKS, Residuals, token_limits
 from verifier.recompute import TorchRecomputer
 
 _ROWS: Final = 8  #: rollouts of one prefill pass
@@ -107,7 +107,8 @@ class Auditor:
             zip(made, recomputer.residuals([self._opened(one) for one in made]), strict=True)
         ):
             right_TD = reading.hidden[number]
-            wrong_T, apart_T = wrong_draws(one.rollout, one.seed, self.rules), beyond_limits(residuals)
+            wrong_T = wrong_draws(one.rollout, one.seed, self.rules)
+            apart_T = beyond_limits(residuals, self.rules.steps_per_nat)
             as_made.by |= ({"T1"} if wrong_T.any() else set()) | ({"T2"} if (apart_T & ~wrong_T).any() else set())
             as_made.log_kl.append(residuals.statistics.log_kl)
             _note_largest(as_made.largest, residuals)
@@ -147,16 +148,12 @@ def wrong_draws(rollout: Rollout, seed: bytes, rules: SamplingRules) -> NDArray[
     return wrong_T
 
 
-def beyond_limits(residuals: Residuals) -> NDArray[np.bool_]:
+def beyond_limits(residuals: Residuals, steps_per_nat: int) -> NDArray[np.bool_]:
     """(T,) positions at which T2 would fail a rollout that ended there, under the limits of the engine's profile."""
     profile = TORCH_CPU_FP32
-    margin = profile.max_margin_micro * 1e-6
-    beyond_T: NDArray[np.bool_] = residuals.kl_T > profile.max_token_kl_micro * 1e-6
-    for values_T, limit in (
-        (residuals.entry_T, margin), (residuals.omitted_T, margin), (residuals.tail_draw_T, margin),
-        (residuals.tail_token_T, margin), (residuals.margin_T, 2 * margin), (residuals.tail_mass_T, margin),
-    ):
-        beyond_T = beyond_T | (values_T > limit)
+    beyond_T: NDArray[np.bool_] = np.zeros(len(residuals.kl_T), np.bool_)
+    for (_, _, values), limit in zip(TOKEN_CHECKS, token_limits(profile, steps_per_nat), strict=True):
+        beyond_T |= values(residuals) > limit
     kl_T = np.where(residuals.stochastic, residuals.kl_T, 0.0)
     mean_T = kl_T.cumsum() / np.maximum(residuals.stochastic.cumsum(), 1)
     return beyond_T | (mean_T > profile.max_mean_kl_nano * 1e-9)

@@ -15,10 +15,11 @@ from protocol.messages import AuditPolicy, BatchRules, Environment, Profile, Rou
 
 #: T2 thresholds of the torch engine in float32 on a CPU, derived and not measured: docs/spec/verification.md,
 #: "Thresholds", which also says when a calibration record takes their place. Honest heads sit on
-#: the floor of quantisation: at 1/256 nat no entry is off by more than 2e-3 nats and no head by more than a divergence
-#: of 1.9e-6; weights rounded to 8 bits measure 0.2 and 2e-3 on average.
+#: the floor of quantisation: at 1/256 nat rounding moves no entry by more than 1.953e-3 nats and no head by more than a
+#: divergence of 1.9e-6; weights rounded to 8 bits measure 0.2 and 2e-3 on average. What the margin leaves for
+#: arithmetic, 2.5e-4 nats, is what a node can settle near ties with: six times what float32 stacks differ by.
 TORCH_CPU_FP32: Final = Profile(
-    name="torch-cpu-fp32", max_mean_kl_nano=2_000, max_token_kl_micro=5, max_margin_micro=5_000
+    name="torch-cpu-fp32", max_mean_kl_nano=2_000, max_token_kl_micro=5, max_margin_micro=2_200
 )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import code
-from protocol.messages import Profile, RouteRules
+from protocol.messages import Profile, SamplingRules
 from protocol.statistics import RolloutStatistics
 from verifier.findings import RolloutFault, counted
 
@@ -92,23 +92,29 @@ class Measurement:
     fault: RolloutFault | None  #: None when it holds
 
 
-def measure(
-    residuals: Sequence[Residuals], profile: Profile, routes: RouteRules | None = None
-) -> list[Measurement]:
+def token_limits(profile: Profile, steps_per_nat: int) -> tuple[float, ...]:
+    """Limits of T2.2 to T2.8, in nats, in the order of :data:`TOKEN_CHECKS`.
+
+    Two entries that are each off by the limit can change places by twice as much. Where no code is compared (T2.4,
+    T2.5) nothing is rounded, so that of the limit only what is left for arithmetic counts, twice for two values.
+    """
+    margin = profile.max_margin_micro * 1e-6
+    unrounded = min(margin, 2 * max(0.0, margin - 0.5 / steps_per_nat))
+    return (profile.max_token_kl_micro * 1e-6, margin, unrounded, unrounded, margin, 2 * margin, margin)
+
+
+def measure(residuals: Sequence[Residuals], profile: Profile, rules: SamplingRules) -> list[Measurement]:
     """Steps 1 to 8 of the recomputation, and 10 with routes, each over all rollouts.
 
     What was got names the worst place; a fault is placed at the first one that is beyond the limit, in the bundle's
     order of rollouts, and says so in words where the two differ.
     """
-    margin = profile.max_margin_micro * 1e-6
     found = [_mean_check(residuals, profile.max_mean_kl_nano * 1e-9)]
-    # Two entries that are each off by the limit can change places by twice as much.
-    limits = (profile.max_token_kl_micro * 1e-6, margin, margin, margin, margin, 2 * margin, margin)
-    for (name, code_, values), limit in zip(_CHECKS, limits, strict=True):
+    for (name, code_, values), limit in zip(TOKEN_CHECKS, token_limits(profile, rules.steps_per_nat), strict=True):
         found.append(_worst_check(name, code_, [(r.sample, values(r)) for r in residuals], limit))
-    if routes is not None:
+    if rules.routes is not None:
         margins = [(r.sample, r.route_T) for r in residuals if r.route_T is not None]
-        limit = routes.max_margin_micro * 1e-6
+        limit = rules.routes.max_margin_micro * 1e-6
         found.append(_worst_check("10 choice of experts", E_ROUTE_MARGIN, margins, limit, "router logits"))
     return found
 
@@ -155,7 +161,8 @@ def _largest(values_T: NDArray[np.float64]) -> float:
     return float(known.max()) if len(known) else -np.inf
 
 
-_CHECKS: Final[tuple[tuple[str, str, Callable[[Residuals], NDArray[np.float64]]], ...]] = (
+#: Steps 2 to 8: name, code, residual per position.
+TOKEN_CHECKS: Final[tuple[tuple[str, str, Callable[[Residuals], NDArray[np.float64]]], ...]] = (
     ("2 divergence of a token", E_TOKEN_KL, lambda r: r.kl_T),
     ("3 head entries", E_HEAD_ENTRY, lambda r: r.entry_T),
     ("4 head membership", E_HEAD_MEMBERSHIP, lambda r: r.omitted_T),

@@ -111,7 +111,9 @@ def _score(scoring: _Scoring, chunk: LogitsChunk) -> None:
     tokens_n = torch.from_numpy(rollout.tokens[span].astype(np.int64))
     bias_n = scoring.token_logq[span] - logp_nV.gather(1, tokens_n[:, None])[:, 0].numpy()
     columns["bias_T"][span] = bias_n
-    columns["margin_T"][span] = _margins(scoring, span, torch.where(mask_nK, inside_nK, -torch.inf), tail_logp_n)
+    columns["margin_T"][span] = _margins(
+        scoring, span, torch.where(mask_nK, known_nK, -torch.inf), tail_logp_n.clamp(min=least)
+    )
     columns["tail_mass_T"][span] = _mass_residuals(scoring, span, tail_logp_n)
     if chunk.route_margins is not None:
         columns["route_T"][span] = chunk.route_margins.cpu().numpy()

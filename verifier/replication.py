@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from protocol.head import offsets
-from protocol.messages import Profile, RouteRules
+from protocol.messages import Profile, SamplingRules
 from protocol.rollout import Bundle, Rollout
 from verifier.divergence import Measurement, Residuals, measure
 from verifier.submission import Opened
@@ -59,11 +59,9 @@ def cut(rollout: Rollout, position: int) -> Rollout:
     )
 
 
-def measure_last(
-    residuals: Sequence[Residuals], profile: Profile, routes: RouteRules | None = None
-) -> list[Measurement]:
+def measure_last(residuals: Sequence[Residuals], profile: Profile, rules: SamplingRules) -> list[Measurement]:
     """The checks of single positions, at the last one of every rollout. A mean over one position means nothing."""
-    return measure([_last(rollout) for rollout in residuals], profile, routes)[1:]
+    return measure([_last(rollout) for rollout in residuals], profile, rules)[1:]
 
 
 def _last(residuals: Residuals) -> Residuals:

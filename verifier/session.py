@@ -13,7 +13,7 @@ from typing import Literal, Protocol, TypeVar
 
 from protocol.api import E_DISAGREE, E_UNCALIBRATED
 from protocol.errors import E_INTERNAL, AssayError, LocalFault, code
-from protocol.messages import Profile, RolloutScore, RouteRules, RunManifest
+from protocol.messages import Profile, RolloutScore, RunManifest, SamplingRules
 from verifier.checkpoints import CheckpointBook
 from verifier.divergence import Measurement, Residuals, measure
 from verifier.findings import Judgement, Report
@@ -55,7 +55,7 @@ class _Audit:
     rewards_micro: tuple[int, ...] = ()
     scores: tuple[RolloutScore, ...] = ()
     diverges: bool = False
-    checks: Callable[[Sequence[Residuals], Profile, RouteRules | None], list[Measurement]] = measure
+    checks: Callable[[Sequence[Residuals], Profile, SamplingRules], list[Measurement]] = measure
 
     def judgement(self) -> Judgement:
         if self.opened is None:
@@ -205,7 +205,7 @@ def _within_limits(audit: _Audit, tier: Literal["T2", "T3"], residuals: list[Res
     """Write a tier's measurements down; a failure of T3 is the node's, one of T2 is not decided yet."""
     opened, report = audit.opened, audit.report
     assert opened is not None
-    measurements = audit.checks(residuals, opened.profile, opened.run.sampling.routes)
+    measurements = audit.checks(residuals, opened.profile, opened.run.sampling)
     for measurement in measurements:
         check = f"{tier}.{measurement.check}"
         if measurement.fault is None:

@@ -230,14 +230,14 @@ def undrawn(bench: Bench, seed: int) -> Catch:
 
 
 @fixture(20, "lenient speculative decoding inside the noise", "T3", kind="limit",
-         limit="draft tokens taken where .001 nats decide; measured: share of rollouts whose tokens that changes")
+         limit="draft tokens taken where .0002 nats decide; measured: share of rollouts whose tokens that changes")
 def lenient_speculation(bench: Bench, seed: int) -> Catch:
-    """Log-probabilities of what a draft likes are raised by a fifth of the limit: near ties go the draft's way."""
+    """What a draft likes is raised by most of what the limit leaves for arithmetic: near ties go the draft's way."""
     changed = []
 
     def seal(world: World, unit: Unit, spooled: Any) -> Any:
         signs = 1.0 - 2.0 * (torch.arange(world.rules.vocab_size) % 2)
-        bundle = world.generate(unit.lease, logits_hook=lambda logits, _: logits + 0.001 * signs)
+        bundle = world.generate(unit.lease, logits_hook=lambda logits, _: logits + 0.0001 * signs)
         honest = world.honest(unit.lease)
         changed.extend(a.tokens.tolist() != b.tokens.tolist()
                        for a, b in zip(bundle.rollouts, honest.rollouts, strict=True))

@@ -69,6 +69,19 @@ def test_steps_too_coarse_for_a_profile_found_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
+def test_a_temperature_that_magnifies_arithmetic_beyond_the_limits_founds_nothing(
+    tmp_path: Path, founding: Founding, clock: FakeClock
+) -> None:
+    for milli, refused in ((1000, False), (250, False), (25, True)):
+        chosen = with_settings(founding.preset, [f"sampling.temperature_milli={milli}"])
+        if not refused:
+            found(tmp_path / str(milli), replace(founding, preset=chosen), clock)
+            continue
+        with pytest.raises(LocalFault, match="temperature") as caught:
+            found(tmp_path / str(milli), replace(founding, preset=chosen), clock)
+        assert (caught.value.code, caught.value.expected) == ("E_CONFIG", "max_margin_micro > 2400")
+
+
 def test_finer_steps_and_limits_measured_for_coarse_ones_are_fine(
     tmp_path: Path, founding: Founding, clock: FakeClock
 ) -> None:
@@ -76,7 +89,7 @@ def test_finer_steps_and_limits_measured_for_coarse_ones_are_fine(
     found(tmp_path / "finer", replace(founding, preset=finer), clock)
     coarse = with_settings(founding.preset, ["sampling.steps_per_nat=64", "sampling.head_max_code=884"])
     measured = limits([], "torch-cpu-fp32", 64)
-    assert least_steps(measured) <= 64
+    assert least_steps(measured, 1000) <= 64
     found(tmp_path / "coarse", replace(founding, preset=coarse.model_copy(update={"profiles": (measured,)})), clock)
     nothing_passes = measured.model_copy(update={"max_token_kl_micro": 0})
     with pytest.raises(LocalFault):

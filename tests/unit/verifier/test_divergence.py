@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from protocol.messages import Profile, SamplingRules
+from protocol.prng import HEAD_DOMAIN, TAIL_ID, noise, seed_words
 from protocol.reference import LogitsChunk
 from protocol.rollout import EMPTY_TAIL, NO_CODE, Finish, Rollout, Segment
 from protocol.sampler import TAIL, draw, draw_tail, quantise
@@ -96,7 +97,7 @@ def test_an_honest_rollout_is_within_half_a_step():
     assert residuals.tail_mass_T.max() <= 0.5 / 1024 + 1e-6
     assert np.abs(residuals.bias_T).max() < 1.5 / 1024
     sampled = _residuals(_sampled(logits, rules), logits, rules)
-    assert all(measurement.fault is None for measurement in measure([sampled], PROFILE))
+    assert all(measurement.fault is None for measurement in measure([sampled], PROFILE, rules))
 
 
 def _sampled(logits_TV: np.ndarray, rules: SamplingRules) -> Rollout:
@@ -196,18 +197,46 @@ def _flat(length: int = 4, **columns) -> Residuals:
     ],
 )
 def test_each_limit_has_its_code_and_place(columns, expected):
-    measurements = measure([_flat(sample=4), _flat(sample=5, **columns)], PROFILE)
+    measurements = measure([_flat(sample=4), _flat(sample=5, **columns)], PROFILE, _rules())
     fault = next(measurement.fault for measurement in measurements if measurement.fault is not None)
     assert (fault.code, fault.sample, fault.position) == (expected, 5, 2)
 
 
 def test_at_the_limit_is_within_it():
     residuals = _flat(kl_T=np.full(4, 1e-6), entry_T=np.full(4, 0.01), omitted_T=np.full(4, 0.01))
-    assert all(measurement.fault is None for measurement in measure([residuals], PROFILE))
+    assert all(measurement.fault is None for measurement in measure([residuals], PROFILE, _rules()))
+
+
+@pytest.mark.parametrize("column", ["omitted_T", "tail_draw_T"])
+def test_where_no_code_is_compared_no_rounding_is_allowed_for(column):
+    """At 1024 steps per nat half a step is 488 millionths: a limit of 500 leaves 12 to each of two values."""
+    tight = PROFILE.model_copy(update={"max_margin_micro": 500})
+    step = "4" if column == "omitted_T" else "5"
+    for residual, fails in ((2.3e-5, False), (2.4e-5, True)):
+        found = measure([_flat(entry_T=np.full(4, 5e-4), **{column: np.full(4, residual)})], tight, _rules())
+        assert [one.check[0] for one in found if one.fault] == [step] * fails
+
+
+def test_what_is_less_likely_than_the_last_code_may_win_a_draw():
+    """With 4096 steps per nat codes end at 16 nats: TAIL, of 1e-9, is drawn as often as its code says."""
+    rules = SamplingRules(
+        steps_per_nat=4096, head_size=16, head_max_code=56_000, eos_token_ids=[1], vocab_size=40, temperature_milli=800
+    )
+    logits = np.full((1, 40), -20.0, np.float32)
+    logits[0, 5] = 0.0
+    head = quantise(logits[0] / 0.8, rules)
+    token, code = draw_tail(logits[0] / 0.8, head.ids, SEED, 0, rules)
+    rollout = replace(
+        _rollout(logits, rules), tokens=np.array([token], np.uint32), token_codes=np.array([code], np.uint16)
+    )
+    arrivals = noise(seed_words(SEED), np.array([0]), HEAD_DOMAIN, np.array([5, TAIL_ID], np.uint32))
+    last = 65_535 / 4096
+    lost_by = last + np.log(arrivals[1] / arrivals[0])  # under the codes, and so under the reference
+    assert _residuals(rollout, logits, rules).margin_T[0] == pytest.approx(lost_by, abs=1e-3)
 
 
 def test_infinite_divergence_fails():
-    fault = measure([_flat(kl_T=np.array([0, np.inf, 0, 0]))], PROFILE)[0].fault
+    fault = measure([_flat(kl_T=np.array([0, np.inf, 0, 0]))], PROFILE, _rules())[0].fault
     assert fault is not None
     assert fault.position == 1
 
@@ -221,4 +250,4 @@ def test_impossible_ids_in_an_honest_head_are_within_the_limits(dead: float, fie
     residuals = _residuals(_rollout(logits_TV, rules), logits_TV, rules)
     profile = PROFILE.model_copy(update={"max_mean_kl_nano": 2_000})
     assert np.isfinite(residuals.kl_T).all()
-    assert not [one.name for one in measure([residuals], profile) if one.fault]
+    assert not [one.check for one in measure([residuals], profile, rules) if one.fault]
