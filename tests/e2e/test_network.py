@@ -102,8 +102,8 @@ def afterwards(story: Story) -> Iterator[Up]:
     try:
         deadline = time.monotonic() + 120
         while b"Serving at" not in log.read_bytes():
-            assert time.monotonic() < deadline, log.read_text()
-            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text(errors="replace")
+            assert process.poll() is None, log.read_text(errors="replace")
             time.sleep(0.1)
         yield up
     finally:

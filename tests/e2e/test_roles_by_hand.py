@@ -55,7 +55,8 @@ def terminal(directory: Path, name: str, *arguments: str) -> Iterator[subprocess
 def wait_until(found: Any, timeout_s: float, what: str, directory: Path) -> Any:
     deadline = time.monotonic() + timeout_s
     while not (value := found()):
-        logs = "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(directory.glob("*.log")))
+        told = {log.name: log.read_text(errors="replace")[-1500:] for log in sorted(directory.glob("*.log"))}
+        logs = "\n".join(f"--- {name}\n{text}" for name, text in told.items())
         assert time.monotonic() < deadline, f"no {what} within {timeout_s} s\n{logs}"
         time.sleep(0.3)
     return value

@@ -39,7 +39,7 @@ class Server:
     def __init__(self, directory: Path):
         self.directory = directory
         self.process: subprocess.Popen[bytes] | None = None
-        [self.port] = unclaimed_ports(1)  # its own while it is down, too
+        [self.port] = unclaimed_ports(1)  # its own while it is down, too: admin commands find nobody there
 
     def start(self) -> str:
         (self.directory / "serve.json").unlink(missing_ok=True)
@@ -67,14 +67,13 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    model = make_model_folder(tmp_path / "model")
+    model, server = make_model_folder(tmp_path / "model"), Server(tmp_path / "run")
     made = subprocess.run(
         [*COORDINATOR, "init", str(tmp_path / "run"), "--preset", "tiny", "--model", str(model), "--seed", "7",
-         "--set", "batch.groups_per_batch=1000"],
+         "--set", "batch.groups_per_batch=1000", "--port", str(server.port)],
         check=True, capture_output=True, text=True, timeout=200,
     )
     assert "assay://" in made.stdout
-    server = Server(tmp_path / "run")
     yield server
     if server.process is not None and server.process.poll() is None:
         server.end(signal.SIGKILL)
