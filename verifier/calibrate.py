@@ -35,6 +35,8 @@ E_CALIBRATION = code("E_CALIBRATION", "evidence files do not make a calibration:
 
 #: Limits are this many times the largest honest value: a single rollout must be far outside to fail alone.
 HEADROOM: Final = 10.0
+#: Least that a limit of entries leaves for arithmetic, nats: six times what float32 stacks differ by.
+LEAST_ROOM: Final = 2.5e-4
 #: Largest number that a limit can be, in its unit.
 _MOST: Final = 2.0**47
 
@@ -150,7 +152,9 @@ def limits(
     """Limits that no single honest value comes near.
 
     Quantisation alone moves an entry by up to half a step and a head by a divergence of up to 1 / (8 steps^2)
-    (docs/spec/verification.md, "Thresholds"): twice that, and ``headroom`` times what the largest value has above it.
+    (docs/spec/verification.md, "Thresholds"). What the largest value has above that is arithmetic: ``headroom`` times
+    as much, for divergences at least as much as quantisation, for entries at least :data:`LEAST_ROOM`. An entry that
+    could be off by a whole step would let a node settle near ties.
     """
     half_step, tilt = 0.5 / steps_per_nat, 0.125 / steps_per_nat**2
     margins = [
@@ -160,19 +164,21 @@ def limits(
     ]
     return Profile(
         name=profile,
-        max_mean_kl_nano=_limit([np.array([rollout.mean_kl]) for rollout in residuals], tilt, headroom, 1e9),
-        max_token_kl_micro=_limit([rollout.kl_T for rollout in residuals], tilt, headroom, 1e6),
-        max_margin_micro=_limit(margins, half_step, headroom, 1e6),
+        max_mean_kl_nano=_limit(
+            [np.array([rollout.mean_kl]) for rollout in residuals], tilt, tilt, headroom, 1e9
+        ),
+        max_token_kl_micro=_limit([rollout.kl_T for rollout in residuals], tilt, tilt, headroom, 1e6),
+        max_margin_micro=_limit(margins, half_step, LEAST_ROOM, headroom, 1e6),
     )
 
 
-def _limit(columns: Sequence[np.ndarray], floor: float, headroom: float, scale: float) -> int:
-    """Twice ``floor`` and ``headroom`` times the largest known value's part above it, in units of 1 / ``scale``."""
+def _limit(columns: Sequence[np.ndarray], floor: float, room: float, headroom: float, scale: float) -> int:
+    """``floor`` and ``headroom`` times the largest value's part above it, at least ``room``; in 1 / ``scale``."""
     known = [float(values.max()) for column in columns if len(values := column[~np.isnan(column)])]
     largest = max(known, default=0.0)
     if not math.isfinite(largest):
         raise LocalFault(E_CALIBRATION, "a rollout is infinitely far from the reference", expected="honest rollouts")
-    limit = (2 * floor + headroom * max(0.0, largest - floor)) * scale
+    limit = (floor + max(room, headroom * (largest - floor))) * scale
     if limit > _MOST:
         raise LocalFault(
             E_CALIBRATION, "a limit is too large to be written", expected=f"at most {_MOST / scale:.3g} nats",

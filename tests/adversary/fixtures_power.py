@@ -107,10 +107,10 @@ def _post_screen(pipeline: Pipeline, nodes: set[str], number: int) -> None:
 # -- 19, 27, 29: sums under a calibrated profile --------------------------------------------------------------
 
 
-@fixture(27, "log-probabilities off by .0008 nats, inside every limit", "sum", "E_SUSPICION")
+@fixture(27, "bf16 log-probabilities off by .04 nats, inside every limit", "sum", "E_SUSPICION")
 def under_the_limits(bench: Bench, seed: int) -> Catch:
-    """No single rollout fails; the sum over rollouts does."""
-    return bench.chase("calibrated", seed, cheats.hooked(cheats.tilt(0.0008)))
+    """No single rollout fails; the sum over rollouts does. In float32 the limits leave nothing that adds up."""
+    return bench.chase("calibrated", seed, cheats.hooked(cheats.tilt(0.04)), stack=Stack(dtype="bf16"))
 
 
 @fixture(29, "int8 weights under the name of bf16", ("sum", "T3"), "E_SUSPICION", *MODEL)

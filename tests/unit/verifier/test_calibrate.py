@@ -74,7 +74,7 @@ def test_a_record_is_measured_signed_and_taken_into_a_run(world, honest, files, 
     assert record.tokens == sum(len(r) for lease in (0, 1) for r in world.honest(world.lease(group=lease)).rollouts)
     limits = record.profile
     assert 3_814 < limits.max_mean_kl_nano < 2 * PROFILE.max_mean_kl_nano  # twice what quantisation can make
-    assert 3_906 < limits.max_margin_micro < PROFILE.max_margin_micro
+    assert limits.max_margin_micro in (2_203, 2_204)  # half a step and what is left for arithmetic
     assert limits.calibration is not None
     assert limits.calibration.strata == []  # eight rollouts are no distribution
 
