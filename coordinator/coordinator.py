@@ -242,12 +242,12 @@ class Coordinator:
 
     def sweep(self) -> None:
         """Collect expired leases and loose objects, and begin a new epoch when the old one is over."""
-        self.loose.sweep(self.clock.now_ms())
         with self.database.write() as session:
             now_ms = self.clock.now_ms()
             self.leases.expire(session, now_ms)
             self.epochs.current(session, now_ms)
             self._settle_draws(session, now_ms)
+        self.loose.sweep(now_ms)  # last: a store that fails stops nothing else
 
     def _settle_draws(self, session: Session, now_ms: int) -> None:
         """Of a complete run no draw stays secret: whoever takes its log can repeat every one."""
