@@ -68,6 +68,8 @@ class CoordinatorConfig(Config):
     #: how far the date of a node's message may be from our clock, and that of a checkpoint ahead of it
     sweep_s: Annotated[float, Field(gt=0)] = 1.0
     #: how often expired leases are collected
+    status_ms: Annotated[int, Field(ge=0)] = 200
+    #: how old the status may be that is shown to whoever asks for it: making it takes longer than most requests
     log_level: str = "INFO"
     #: DEBUG, INFO, WARNING or ERROR
 

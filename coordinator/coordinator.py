@@ -86,6 +86,8 @@ class Coordinator:
         self.collecting = anyio.CapacityLimiter(2)
         #: messages of the learner and of verifiers, or of whoever says so, that are parsed at the same time
         self.parsing = anyio.CapacityLimiter(4)
+        self._status: tuple[float, dict[str, Any] | None] = (0.0, None)
+        self._status_lock = threading.Lock()
         self._stop = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep_forever, name="sweeper", daemon=True)
 
@@ -213,9 +215,14 @@ class Coordinator:
     # -- everybody ---------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """``GET /v1/status``."""
-        with self.database.read() as session:
-            return status.snapshot(session, self.run, self.groups, self.clock.now_ms())
+        """``GET /v1/status``; the same one for all who ask within ``status_ms``."""
+        with self._status_lock:
+            made_at, made = self._status
+            if made is None or self.clock.monotonic() - made_at >= self.config.status_ms / 1000:
+                with self.database.read() as session:
+                    made = status.snapshot(session, self.run, self.groups, self.clock.now_ms())
+                self._status = self.clock.monotonic(), made
+            return made
 
     def evidence(self, receipt_id: str) -> bytes:
         """``GET /v1/evidence/{receipt_id}``."""
@@ -235,12 +242,12 @@ class Coordinator:
 
     def sweep(self) -> None:
         """Collect expired leases and loose objects, and begin a new epoch when the old one is over."""
-        self.loose.sweep(self.clock.now_ms())
         with self.database.write() as session:
             now_ms = self.clock.now_ms()
             self.leases.expire(session, now_ms)
             self.epochs.current(session, now_ms)
             self._settle_draws(session, now_ms)
+        self.loose.sweep(now_ms)  # last: a store that fails stops nothing else
 
     def _settle_draws(self, session: Session, now_ms: int) -> None:
         """Of a complete run no draw stays secret: whoever takes its log can repeat every one."""

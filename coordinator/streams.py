@@ -16,7 +16,7 @@ from fastapi.responses import Response, StreamingResponse
 from protocol.errors import E_STORE, LocalFault
 
 #: Bytes in memory for each answer.
-PIECE_BYTES: Final = 64 * 1024
+PIECE_BYTES: Final = 256 * 1024
 
 
 def in_pieces(

@@ -151,7 +151,8 @@ class Pipeline:
         self.world, self.clock = world, world.clock
         self.folder = world.folder / "coordinator"
         self._found()
-        settings = {"directory": self.folder, "rate_per_s": 0, "sweep_s": 3600, "requeue_ms": 0} | config
+        unlimited = {"rate_per_s": 0, "sweep_s": 3600, "requeue_ms": 0, "status_ms": 0}
+        settings = {"directory": self.folder} | unlimited | config
         self.config = CoordinatorConfig.model_validate(settings)
         self.app = create_app(self.config, clock=self.clock, store=world.store)
         self.transport = AppTransport(self.app)

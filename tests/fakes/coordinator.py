@@ -316,7 +316,7 @@ class World:
     def __init__(self, directory: Path, clock: FakeClock, config: Mapping[str, Any] | None = None, **changes: Any):
         self.directory, self.clock = directory, clock
         self.keys = found_run(directory, clock, **changes)
-        settings = {"directory": directory, "rate_per_s": 0, "sweep_s": 3600} | dict(config or {})
+        settings = {"directory": directory, "rate_per_s": 0, "sweep_s": 3600, "status_ms": 0} | dict(config or {})
         self.config = CoordinatorConfig.model_validate(settings)
         self.store = DirectoryStore(directory / "store")
         self._open()

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from coordinator import status as overview
 from coordinator.edge import RateLimit, address_of, network_of
 from protocol import evidence as evidence_file
 from protocol.messages import Receipt
@@ -80,6 +81,20 @@ def test_too_many_requests_are_told_when_to_come_back(make_world: MakeWorld) -> 
     assert world.http.get("/healthz").status_code == 200
     world.verifier.client.run_manifest()  # our client waits as told, on its clock, and comes through
     assert world.clock.slept[-1] >= 2
+
+
+def test_the_status_is_made_once_for_all_who_ask_at_the_same_time(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, made = make_world(config={"status_ms": 200}), []
+    snapshot = overview.snapshot
+    monkeypatch.setattr(overview, "snapshot", lambda *arguments: made.append(1) or snapshot(*arguments))
+    assert [world.http.get(path).status_code for path in ("/v1/status", "/metrics", "/v1/status")] == [200] * 3
+    assert len(made) == 1
+    world.node().join()
+    world.clock.advance(0.2)
+    assert len(world.http.get("/v1/status").json()["nodes"]) == 1
+    assert len(made) == 2
 
 
 def test_rate_limit_forgets_quiet_addresses() -> None:
