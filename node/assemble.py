@@ -10,6 +10,7 @@ from node.config import NodeConfig
 from node.daemon import Daemon, Parts
 from node.drill import drilled_engine, drilled_weights, require_enrolled
 from node.engine import Engine, WeightSource
+from node.explanation import ban_in_words
 from node.home import Home
 from node.join import PROFILE, check_protocol, greeting
 from node.membership import Membership
@@ -138,6 +139,6 @@ def _register(run: RunManifest, identity: Identity, home: Home, client: Coordina
     if reply.state == "banned":
         record = client.node(identity.id)
         raise PeerFault(
-            E_NODE_BANNED, f"this node is banned: {record.get('ban_reason')}", got=record.get("ban_code"),
-            hint=f"the evidence: GET /v1/evidence/{record.get('ban_receipt_id')}",
+            E_NODE_BANNED, f"this node is banned: {ban_in_words(record)}",
+            hint=f"assay node explain --home {home.path}" if record.get("ban_receipt_id") else "ask the operator",
         )

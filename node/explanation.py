@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from node.home import Home
 from node.spool import Receipts
 from node.uploader import E_RECEIPT
-from protocol.api import E_WITHHELD
+from protocol.api import E_NODE_BANNED, E_WITHHELD
 from protocol.causes import advice, likely_causes
 from protocol.client import CoordinatorClient
 from protocol.envelope import Envelope
@@ -38,6 +39,7 @@ class Explanation:
     url: str  #: where the evidence is
     root: str  #: root public key of the run, hex
     withheld: bool = False  #: the evidence is not shown yet, for somebody could hand in a copy of the bundle
+    banned: str | None = None  #: why and how long the node is banned, as the coordinator says; None when it is not
 
     @property
     def failures(self) -> list[Finding]:
@@ -59,6 +61,8 @@ class Explanation:
             f"kept      {'the same receipt is in receipts.jsonl' if self.receipt_kept else 'not in receipts.jsonl'}",
             f"log       {'receipt and verdicts are in it' if self.in_log else f'NOT shown: {self.log_fault}'}",
         ]
+        if self.banned is not None:
+            lines.append(f"banned    {self.banned}")
         for verdict in self.verdicts:
             ended = verdict.outcome if verdict.code is None else f"{verdict.outcome} {verdict.code}"
             lines.append(f"verdict   {ended} by {verdict.verifier_id[:16]}")
@@ -72,26 +76,30 @@ class Explanation:
         again = f"assay audit {self.receipt_id} --root {self.root} --checkpoint DIR"
         if self.withheld:
             lines.append("evidence  not shown yet: another node may still be making the same rollouts; ask again later")
-        return [printable(line) for line in (*lines, f"evidence  curl -O {evidence}", f"audit it  {again}")]
+        else:
+            lines += [f"evidence  curl -O {evidence}", f"audit it  {again}"]
+        return [printable(line) for line in lines]
 
 
 def explain(home: Home, client: CoordinatorClient, what: str | None) -> Explanation:
     """What became of a lease.
 
     Args:
-        what: receipt or lease id; None takes the newest receipt that failed, or else the newest that did not pass: a
-            ban voids what came after its reason.
+        what: receipt or lease id; None takes the receipt that the node was banned for, or else the newest that failed,
+            or else the newest that did not pass: a ban voids what came after its reason.
 
     Raises:
         LocalFault: ``E_USAGE`` for what is no id; ``E_NOT_FOUND`` when there is no such receipt, or none that did
-            not pass; ``E_WITHHELD`` when it is not shown yet and this node kept none.
+            not pass; ``E_WITHHELD`` when it is not shown yet and this node kept none; ``E_NODE_BANNED`` when the node
+            is banned and no receipt says why.
         PeerFault: the coordinator shows another receipt than the one this node kept, or one it did not sign.
     """
     if what is not None and re.fullmatch("[0-9a-f]{32}", what) is None:
         raise LocalFault(E_USAGE, "not the id of a receipt or a lease", expected="32 hex digits", got=what[:80])
     run, pin = home.manifest(), home.pin()
     kept = Receipts(home.receipts).find(what) if what is not None else None
-    receipt_id = kept[0] if kept is not None else what or _newest(client, home.identity().id)
+    record = client.node(home.identity().id)
+    receipt_id = kept[0] if kept is not None else what or _worst(record)
     found = client.get_object(f"/v1/receipts/{receipt_id}")
     kept = kept or Receipts(home.receipts).find(receipt_id)
     withheld = found.get("withheld") is True
@@ -113,15 +121,31 @@ def explain(home: Home, client: CoordinatorClient, what: str | None) -> Explanat
     return Explanation(
         receipt.receipt_id, receipt.lease_id, str(found.get("state")), found.get("code"), kept is not None,
         fault is None, fault, tuple(verdict for _, verdict in verdicts), pin.coordinator, pin.root, withheld,
+        ban_in_words(record),
     )
 
 
-def _newest(client: CoordinatorClient, node_id: str) -> str:
-    receipts = client.node(node_id).get("receipts", [])
+def ban_in_words(record: dict[str, Any]) -> str | None:
+    """Why, and until when, a node is banned, from ``/v1/nodes/ID``; None when it is not."""
+    if record.get("state") != "banned":
+        return None
+    until = record.get("ban_until_ms")
+    ends = datetime.fromtimestamp(until / 1000, UTC).isoformat(timespec="minutes") if isinstance(until, int) else None
+    why = ": ".join(str(part) for part in (record.get("ban_code"), record.get("ban_reason")) if part)
+    return f"{why} ({f'until {ends}' if ends else 'for good'})"
+
+
+def _worst(record: dict[str, Any]) -> str:
+    if record.get("state") == "banned" and record.get("ban_receipt_id"):
+        return str(record["ban_receipt_id"])
+    receipts = record.get("receipts", [])
     for states in ({"fail"}, _UNWELCOME):
         for receipt in receipts:
             if receipt.get("state") in states:
                 return str(receipt["receipt_id"])
+    banned = ban_in_words(record)
+    if banned is not None:
+        raise PeerFault(E_NODE_BANNED, f"this node is banned: {banned}", hint="ask the operator")
     raise LocalFault(
         E_NOT_FOUND, "none of this node's newest receipts failed or was set aside", hint="name a receipt or a lease"
     )

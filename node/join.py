@@ -12,8 +12,9 @@ from protocol.api import JoinLink
 from protocol.client import CoordinatorClient
 from protocol.clock import Clock
 from protocol.envelope import Envelope
-from protocol.errors import LocalFault, PeerFault, code
+from protocol.errors import E_USAGE, LocalFault, PeerFault, code
 from protocol.identity import Identity
+from protocol.message import NAME_PATTERN
 from protocol.messages import NodeHello, RunManifest
 from protocol.weights.state_root import usable_hash
 
@@ -40,10 +41,16 @@ def join(link: JoinLink, home: Home, client: CoordinatorClient, clock: Clock, *,
     """Make ``home`` the home of a node of the run the link names. Repeating it is harmless.
 
     Raises:
-        LocalFault: ``E_HOME``, ``E_KEY_FILE``, ``E_NODE_OUTDATED``, ``E_HASH_MISSING``.
+        LocalFault: ``E_USAGE`` for a name that is none, ``E_HOME``, ``E_KEY_FILE``, ``E_NODE_OUTDATED``,
+            ``E_HASH_MISSING``.
         PeerFault: ``E_HASH_UNKNOWN``; the coordinator shows a run that the link's root key did not sign, or refuses us.
         Transient: ``E_UNREACHABLE``.
     """
+    if name is not None and re.fullmatch(NAME_PATTERN, name) is None:
+        raise LocalFault(
+            E_USAGE, "not a name for a node", got=name[:80],
+            expected="1 to 64 of a-z 0-9 . _ + -, a letter or digit first", hint="--name gpu-box-1, or none at all",
+        )
     envelope = client.run_manifest()
     run = _run_of(link, envelope, clock.now_ms())
     check_protocol(run)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
+from node.explanation import ban_in_words
 from node.health import Health, Outcome
 from node.home import Home
 from node.worker import Worker
@@ -45,7 +46,7 @@ class Reporter(Worker):
             record = self._ask()
             if record.get("state") == "banned":
                 self.health.end(
-                    Outcome.REFUSED, f"banned: {record.get('ban_code')}: {record.get('ban_reason')}"
+                    Outcome.REFUSED, f"banned: {ban_in_words(record)}"
                 )
         return self._report_s
 

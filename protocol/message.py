@@ -5,7 +5,7 @@ The messages themselves are in ``protocol.messages`` and ``protocol.calibration`
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -17,7 +17,9 @@ from protocol.validation import expectation
 
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  #: 32 bytes: a SHA-256, a public key, a key id, a beacon
 Hex16 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  #: 16 bytes: a run, lease or receipt id
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._+-]{0,63}$")]
+#: Of names of runs, nodes, environments: whole strings.
+NAME_PATTERN: Final = "[a-z0-9][a-z0-9._+-]{0,63}"
+Name = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
 Count = Annotated[int, Field(ge=0, lt=2**48)]
 Millis = Annotated[int, Field(ge=0, lt=2**53)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]

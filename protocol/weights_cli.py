@@ -118,7 +118,11 @@ def verify(
     bad, follower = 0, None
     with _catalogue(coordinator, root) as catalogue, _pool(coordinator, mirror, cache) as pool:
         if model is not None:
-            raise typer.Exit(0 if _is_version(catalogue, pool, model, version, as_json) else 1)
+            same = _is_version(catalogue, pool, model, version, as_json)
+            foreign = catalogue.foreign_files(model) if model.is_dir() else []
+            for name in foreign:
+                _say(as_json, {"file": name, "same": False}, f"differs: {name} is not the run's, or missing")
+            raise typer.Exit(0 if same and not foreign else 1)
         if first >= max(1, len(catalogue.links)):
             newest = len(catalogue.links) - 1
             raise LocalFault(E_USAGE, "no such version", expected=f"--from 0 to {newest}", got=first)
@@ -167,12 +171,12 @@ def _is_version(
         _say(as_json, {"tensor": place.tensor, "start": place.start, "end": place.end}, f"differs: {place}")
     number, tensors = found.manifest.version, sorted({place.tensor for place in found.damaged or []})
     if found.same:
-        words = f"{model} is version {number}, bit for bit"
+        words = f"the weights in {model} are version {number}, bit for bit"
     elif found.damaged is None:
-        words = f"{model} is not version {number}, which has no leaf list to tell where"
+        words = f"the weights in {model} are not version {number}, which has no leaf list to tell where"
     else:
         share = f"{len(tensors)} of {len(state)} tensors"
-        words = f"{model} is not version {number}: {share} differ or lie beside what does"
+        words = f"the weights in {model} are not version {number}: {share} differ or lie beside what does"
     _say(as_json, {"version": number, "same": found.same, "root": found.root, "tensors": tensors}, words)
     return found.same
 

@@ -9,13 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final, Protocol
 
+import numpy as np
+
 from protocol.envelope import Envelope
 from protocol.errors import E_OBJECT_HASH, E_STORE, E_USAGE, AssayError, LocalFault, PeerFault
 from protocol.messages import CheckpointHead, CheckpointManifest, ChunkRef, RunManifest
 from protocol.paths import replacing
 from protocol.weights.damage import Damage, damages, leaves_of
 from protocol.weights.follower import CheckpointFollower
-from protocol.weights.layout import Layout, State, write_safetensors
+from protocol.weights.layout import Layout, State, read_safetensors, write_safetensors
 from protocol.weights.link import Link, check_hash, open_chain
 from protocol.weights.pool import SourcePool
 from protocol.weights.skips import SKIP_EVERY, CheckpointSkip, FindSkips, announced_skips, index_name, read_announcement
@@ -183,10 +185,12 @@ class Catalogue:
         """Write what ``follower`` holds as a Hugging Face folder: the run's model files and ``model.safetensors``.
 
         Raises:
-            LocalFault: ``E_STORE``, ``E_FILE``, ``E_STATE`` when it cannot be written; ``E_OBJECT_HASH``.
+            LocalFault: ``E_USAGE`` when the folder holds other weights; ``E_STORE``, ``E_FILE``, ``E_STATE`` when it
+                cannot be written; ``E_OBJECT_HASH``.
             AssayError: a model file cannot be had.
         """
         written = []
+        self._require_ours(folder, follower)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name, sha256 in self.run.model.files.items():
@@ -203,3 +207,27 @@ class Catalogue:
         except OSError as error:
             raise LocalFault(E_STORE, f"cannot write to {folder}", got=str(error)) from None
         return [*written, final]
+
+    def _require_ours(self, folder: Path, follower: CheckpointFollower) -> None:
+        """Whatever weights are in ``folder`` are those that are about to be written."""
+        found = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+        if not found:
+            return
+        try:
+            layout, state = read_safetensors(*found)
+        except (PeerFault, LocalFault):
+            layout, state = None, {}
+        if layout is None or layout.entries != self.layout.entries or any(
+            not np.array_equal(state[name], words) for name, words in follower.state.items()
+        ):
+            raise LocalFault(
+                E_USAGE, f"{folder} holds other weights", expected="a folder without any, or with this version's",
+                got=found[0].name, hint="choose another folder",
+            )
+
+    def foreign_files(self, folder: Path) -> list[str]:
+        """Names of the run's model files (configuration, tokenizer) that ``folder`` lacks or has otherwise."""
+        return [
+            name for name, sha256 in self.run.model.files.items()
+            if not (folder / name).is_file() or hashlib.sha256((folder / name).read_bytes()).hexdigest() != sha256
+        ]

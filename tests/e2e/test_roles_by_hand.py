@@ -126,7 +126,7 @@ def keep_a_version(role: list[str], directory: Path) -> None:
     assert "nothing bad" in assay("weights", "verify", *role, "--deep", *cache)
     assay("weights", "export", *role, "--out", str(out), *cache)
     said = assay("weights", "verify", *role, "--model", str(out), *cache)
-    assert f"is version {VERSIONS}, bit for bit" in said
+    assert f"are version {VERSIONS}, bit for bit" in said
     weights = bytearray((out / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (out / "model.safetensors").write_bytes(weights)

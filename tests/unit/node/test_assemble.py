@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
@@ -18,7 +18,7 @@ from node.home import Home
 from node.join import join
 from protocol.api import JoinLink
 from protocol.clock import SystemClock
-from protocol.errors import AssayError
+from protocol.errors import AssayError, LocalFault
 from tests.unit.node.office import ROOT, RUN_ID, FakeCoordinator, FakeEngine, make_home, run_manifest, state_of
 
 LINK = JoinLink("127.0.0.1", 1, ROOT.public_key.hex(), RUN_ID, "a-token-of-a-test")
@@ -76,6 +76,15 @@ def test_joining_pins_the_run_and_repeating_it_keeps_the_key(tmp_path: Path) -> 
     assert (first.node_id, first.name) == (again.node_id, again.name)
     assert home.pin().root == LINK.root
     assert home.manifest() == office.run
+
+
+@pytest.mark.parametrize("name", ["Ada", "my node", "a\n", "", "x" * 65, "-x", "é"])
+def test_a_name_that_is_none_is_a_wrong_call_and_makes_no_key(tmp_path: Path, name: str) -> None:
+    home, client = Home(tmp_path / "home"), FakeCoordinator()
+    with pytest.raises(LocalFault, match="a-z 0-9") as caught:
+        join(LINK, home, cast(Any, client), SystemClock(), name=name)
+    assert caught.value.code == "E_USAGE"
+    assert not home.key.exists()
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,26 @@ def test_a_failure_is_shown_before_what_its_ban_voided(world: World, node: FakeN
     assert explain(home, node.client, None).receipt_id == failed.receipt_id
 
 
+def test_the_owner_of_a_banned_node_is_told_why_and_for_how_long(
+    world: World, node: FakeNode, home: Home
+) -> None:
+    failed = keep(home, node.work(1)[0])
+    world.verifier.judge("fail", "E_REPLAY")
+    record = node.client.node(node.key.id)
+    assert (record["state"], record["ban_receipt_id"]) == ("banned", failed.receipt_id)
+    later = [{"receipt_id": f"{number:032x}", "state": "void"} for number in range(20)]  # what is on the first page
+    node.client.node = lambda _: record | {"receipts": later}  # type: ignore[method-assign]
+    found = explain(home, node.client, None)
+    assert (found.receipt_id, found.code) == (failed.receipt_id, "E_REPLAY")
+    assert f"banned    E_REPLAY: {record['ban_reason']} (" in lines(found)
+    operators = record | {
+        "ban_receipt_id": None, "ban_code": None, "ban_reason": "maintenance", "ban_until_ms": 0, "receipts": []
+    }
+    node.client.node = lambda _: operators  # type: ignore[method-assign]
+    with pytest.raises(PeerFault, match=r"maintenance \(until 1970-01-01T00:00"):
+        explain(home, node.client, None)
+
+
 @pytest.mark.parametrize("what", ["zzz", "../v1/run", "", "A" * 32])
 def test_what_is_no_id_is_a_wrong_call(node: FakeNode, home: Home, what: str) -> None:
     with pytest.raises(LocalFault, match="E_USAGE"):

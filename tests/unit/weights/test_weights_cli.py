@@ -122,7 +122,7 @@ def test_verify_says_which_tensors_of_a_model_are_damaged(office: Office, tmp_pa
     assert (said["version"], said["same"], said["tensors"]) == (7, False, sorted(entry.name for entry in under))
     words = call(office, "verify", "--model", str(out / "model.safetensors"), "--version", "7", *cache)
     assert f"differs: {last.name} bytes" in words.stdout
-    assert "is not version 7" in words.stdout
+    assert "are not version 7" in words.stdout
     other = call(office, "verify", "--model", str(tmp_path))
     assert isinstance(other.exception, AssayError)
     assert other.exception.code == "E_USAGE"
@@ -216,6 +216,32 @@ def test_export_writes_a_folder_that_transformers_loads(office: Office, tmp_path
     assert office.served == before  # every chunk was in the cache
     progress = [json.loads(line) for line in again.stderr.splitlines() if line.startswith("{")]
     assert progress[-1]["event"] == "progress"
+
+
+def test_an_export_overwrites_no_other_weights(office: Office, tmp_path: Path) -> None:
+    cache = ("--cache", str(tmp_path / "cache"))
+    for weights in ("model.safetensors", "model-00001-of-00002.safetensors"):
+        out = tmp_path / weights
+        out.mkdir()
+        write_safetensors(out / weights, office.learner.layout, office.learner.states[1])
+        before = (out / weights).read_bytes()
+        refused = call(office, "export", "--out", str(out), "--version", "3", *cache)
+        assert isinstance(refused.exception, AssayError)
+        assert (refused.exception.code, refused.exception.got) == ("E_USAGE", weights)
+        assert [(file.name, file.read_bytes()) for file in out.iterdir()] == [(weights, before)]
+    assert call(office, "export", "--out", str(tmp_path / "model.safetensors"), "--version", "1", *cache).exit_code == 0
+
+
+def test_a_folder_with_another_configuration_is_not_the_version(office: Office, tmp_path: Path) -> None:
+    out, cache = tmp_path / "out", ["--cache", str(tmp_path / "cache")]
+    call(office, "export", "--out", str(out), "--version", "7", *cache)
+    name = next(iter(office.run.model.files))
+    (out / name).write_text("{}")
+    found = call(office, "verify", "--model", str(out), *cache)
+    assert found.exit_code == 1
+    assert "are version 7, bit for bit" in found.stdout
+    assert f"differs: {name}" in found.stdout
+    assert call(office, "verify", "--model", str(out / "model.safetensors"), *cache).exit_code == 0
 
 
 def test_there_is_no_such_version(office: Office, tmp_path: Path) -> None:
