@@ -81,6 +81,7 @@ class Bench:
         )
         book = CheckpointBook(run)
         book.add([published.envelope])
+        self.manifest_sha256 = published.envelope.digest
         shelf = ModelShelf(workload.folder, workload.layout, StateRing(workload.layout, book, store.get))
         self.session = Session(run, book, Rewards(run, workload.folder, store.get), shelf)
 
@@ -98,6 +99,7 @@ class Bench:
             run_id=RUN_ID, node_id=NODE.id, lease_id=f"{lease.group:032x}", lease_sha256=signed_lease.digest,
             bundle_root=bundle_root(lease.bundle, signed_lease.digest), object_sha256=digest, object_bytes=len(data),
             rollouts=len(lease.bundle.rollouts), tokens=lease.tokens, profile=TORCH_CPU_FP32.name, issued_at_ms=now,
+            checkpoints=[messages.UsedCheckpoint(version=0, manifest_sha256=self.manifest_sha256)],
         ).sign(NODE)
         receipt = messages.Receipt(
             run_id=RUN_ID, receipt_id=f"{lease.group:032x}", node_id=NODE.id, lease_id=f"{lease.group:032x}",

@@ -12,7 +12,7 @@ from coordinator import event_log
 from coordinator.groups import Groups, head_version
 from coordinator.models import Checkpoint, Meta
 from coordinator.run import Run
-from protocol.api import E_CHECKPOINT_CHAIN, E_CLOCK_SKEW, E_OBJECT_MISSING, Ack
+from protocol.api import E_CHECKPOINT_CHAIN, E_OBJECT_MISSING, Ack
 from protocol.envelope import Envelope
 from protocol.errors import E_EXPIRED, E_NOT_FOUND, LocalFault, PeerFault
 from protocol.messages import CheckpointHead, CheckpointManifest, ChunkRef
@@ -25,8 +25,8 @@ MAX_PAGE_BYTES: Final = 4 * 2**20
 class Checkpoints:
     """Takes the learner's manifests and heads."""
 
-    def __init__(self, run: Run, groups: Groups, max_clock_skew_ms: int):
-        self._run, self._groups, self._max_clock_skew_ms = run, groups, max_clock_skew_ms
+    def __init__(self, run: Run, groups: Groups):
+        self._run, self._groups = run, groups
 
     def publish(self, session: Session, envelope: Envelope, missing: str | None, now_ms: int) -> Ack:
         """Record the next version.
@@ -35,8 +35,8 @@ class Checkpoints:
             missing: hash of a chunk that is not in the store, if there is one.
 
         Raises:
-            PeerFault: ``E_WRONG_KEY``, ``E_CHECKPOINT_CHAIN``, ``E_CLOCK_SKEW``, ``E_OBJECT_MISSING``, and what is
-                wrong with the envelope.
+            PeerFault: ``E_WRONG_KEY``, ``E_CHECKPOINT_CHAIN``, ``E_OBJECT_MISSING``, and what is wrong with the
+                envelope.
         """
         manifest = self._run.from_learner(envelope, CheckpointManifest)
         known = session.get(Checkpoint, manifest.version)
@@ -44,7 +44,6 @@ class Checkpoints:
             _require_equal("manifest of this version", known.sha256, envelope.digest)
             return Ack(duplicate=True)
         self._check_follows(session, manifest)
-        self._check_date(manifest, now_ms)
         if missing is not None:
             raise PeerFault(E_OBJECT_MISSING, "a chunk of the checkpoint is not in the store", got=missing)
         session.add(
@@ -83,16 +82,6 @@ class Checkpoints:
             event_log.append(session, now_ms, "head", body)
             self._groups.cancel_stale(session, now_ms)
         return Ack(duplicate=head.version == before)
-
-    def _check_date(self, manifest: CheckpointManifest, now_ms: int) -> None:
-        """Receipts are never dated before a version that is out (T0.9): one dated far ahead would drag them along."""
-        latest = now_ms + self._max_clock_skew_ms
-        if manifest.published_at_ms > latest:
-            raise PeerFault(
-                E_CLOCK_SKEW, "the checkpoint is dated too far ahead of the coordinator's clock",
-                expected=f"at most {latest}", got=manifest.published_at_ms,
-                hint="set the clocks of learner and coordinator (for example with NTP), then start the learner again",
-            )
 
     def _check_follows(self, session: Session, manifest: CheckpointManifest) -> None:
         newest = session.scalars(select(Checkpoint).order_by(Checkpoint.version.desc()).limit(1)).first()

@@ -78,7 +78,7 @@ class Coordinator:
         self.audits = Audits(run, self.groups, self.discipline, self.replicas, config)
         self.batches = Batches(run, self.groups, self.replicas)
         self.screens = Screens(run)
-        self.checkpoints = Checkpoints(run, self.groups, config.max_clock_skew_ms)
+        self.checkpoints = Checkpoints(run, self.groups)
         self.uploads = Uploads(store, keyring.upload_secret, config)
         self.loose = Loose(store, config.longest_upload_ms)
         self._since_ms = clock.now_ms()

@@ -6,12 +6,13 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator import event_log
-from coordinator.models import Checkpoint, Group, Lease, Node, Receipt, Unit, Verdict
+from coordinator.models import Checkpoint, Lease, Node, Receipt, Verdict
 from coordinator.run import Run
 from protocol.envelope import Envelope
 from protocol.errors import E_NOT_FOUND, LocalFault
 from protocol.evidence import Evidence
 from protocol.identity import Identity
+from protocol.messages import Commitment
 from protocol.store import Store
 
 
@@ -24,7 +25,7 @@ def collect(session: Session, run: Run, store: Store, identity: Identity, receip
     """
     receipt = require_receipt(session, receipt_id)
     lease = session.get_one(Lease, receipt.lease_id)
-    start = session.get_one(Group, session.get_one(Unit, receipt.unit_id).group_id).start_version
+    used = Commitment.from_payload(Envelope.from_bytes(receipt.commitment).payload).checkpoints
     verdicts = session.scalars(select(Verdict.envelope).where(Verdict.receipt_id == receipt.id).order_by(Verdict.id))
     return Evidence(
         root_public_key=bytes.fromhex(run.root_key),
@@ -34,7 +35,7 @@ def collect(session: Session, run: Run, store: Store, identity: Identity, receip
         commitment=Envelope.from_bytes(receipt.commitment),
         receipt=Envelope.from_bytes(receipt.envelope),
         verdicts=tuple(Envelope.from_bytes(data) for data in verdicts),
-        checkpoints=_checkpoints(session, start, receipt.received_ms),
+        checkpoints=_checkpoints(session, used[0].version, used[-1].version),
         bundle=store.get(receipt.object_sha256),
         log=event_log.proof_about(session, receipt.id, run.id, identity),
     )
@@ -55,14 +56,9 @@ def require_receipt(session: Session, receipt_id: str) -> Receipt:
     return receipt
 
 
-def _checkpoints(session: Session, start_version: int, received_ms: int) -> tuple[Envelope, ...]:
-    """Manifests from the last anchor before the start version to the newest one the rollouts can have used."""
-    anchor = select(func.max(Checkpoint.version)).where(
-        Checkpoint.version <= start_version, Checkpoint.anchor_bytes > 0
-    )
-    first = session.scalar(anchor) or 0
-    query = select(Checkpoint.envelope).where(
-        Checkpoint.version >= first,
-        (Checkpoint.received_ms <= received_ms) | (Checkpoint.version <= start_version),
-    )
-    return tuple(Envelope.from_bytes(data) for data in session.scalars(query.order_by(Checkpoint.version)))
+def _checkpoints(session: Session, first: int, last: int) -> tuple[Envelope, ...]:
+    """Manifests of versions ``first`` to ``last``, and those before them down to the nearest anchor."""
+    query = select(func.max(Checkpoint.version)).where(Checkpoint.version <= first, Checkpoint.anchor_bytes > 0)
+    anchor = session.scalar(query) or 0
+    found = select(Checkpoint.envelope).where(Checkpoint.version.between(anchor, last)).order_by(Checkpoint.version)
+    return tuple(Envelope.from_bytes(data) for data in session.scalars(found))

@@ -10,12 +10,13 @@ from sqlalchemy.orm import Session
 
 from coordinator import counters, event_log, scrutiny
 from coordinator.epochs import Epochs
-from coordinator.models import Checkpoint, Lease, LeaseState, Node, Receipt, ReceiptState, Unit, UnitState
+from coordinator.models import Checkpoint, Group, Lease, LeaseState, Node, Receipt, ReceiptState, Unit, UnitState
 from coordinator.registry import Registry
 from coordinator.replicas import Replicas
 from coordinator.run import Run
 from protocol import audit_draw
 from protocol.api import (
+    E_COMMITMENT_CHECKPOINT,
     E_COMMITMENT_MISMATCH,
     E_LEASE_CLOSED,
     E_LEASE_EXPIRED,
@@ -51,7 +52,8 @@ class Submissions:
 
         Raises:
             PeerFault: ``E_LEASE_UNKNOWN``, ``E_LEASE_EXPIRED``, ``E_LEASE_CLOSED``, ``E_SECOND_COMMITMENT``,
-                ``E_COMMITMENT_MISMATCH``, ``E_OBJECT_MISSING``, and as ``Registry.authenticate``.
+                ``E_COMMITMENT_MISMATCH``, ``E_COMMITMENT_CHECKPOINT``, ``E_OBJECT_MISSING``, and as
+                ``Registry.authenticate``.
         """
         commitment, node = self._registry.authenticate(session, envelope, Commitment, now_ms)
         lease = session.get(Lease, commitment.lease_id)
@@ -63,6 +65,7 @@ class Submissions:
         unit = session.get_one(Unit, lease.unit_id)
         _check_lease_is_open(lease, unit, now_ms)
         self._check_matches(commitment, lease, node)
+        _check_checkpoints(session, commitment, session.get_one(Group, unit.group_id).start_version)
         if stored_bytes is None:
             raise PeerFault(
                 E_OBJECT_MISSING, "the bundle is not in the store", got=commitment.object_sha256,
@@ -103,7 +106,8 @@ class Submissions:
         message = ReceiptMessage(
             run_id=self._run.id, receipt_id=_receipt_id(lease.id, envelope.digest), node_id=node.id, lease_id=lease.id,
             commitment_sha256=envelope.digest, object_sha256=commitment.object_sha256, epoch=epoch.id,
-            epoch_key_sha256=epoch.key_sha256, received_at_ms=_date(session, lease, now_ms),
+            epoch_key_sha256=epoch.key_sha256,
+            received_at_ms=max(now_ms, lease.issued_ms),  # our clock may have been set back since
         )
         receipt = message.sign(self._identity)
         rate_ppm = scrutiny.next_rate_ppm(self._run, node, now_ms)
@@ -170,10 +174,19 @@ def _check_lease_is_open(lease: Lease, unit: Unit, now_ms: int) -> None:
             )
 
 
-def _date(session: Session, lease: Lease, now_ms: int) -> int:
-    """When work came in, by the clocks of lease and versions: ours may have been set back since, theirs be ahead."""
-    published = session.scalar(select(func.max(Checkpoint.published_ms)))
-    return max(now_ms, lease.issued_ms, published or 0)
+def _check_checkpoints(session: Session, commitment: Commitment, start_version: int) -> None:
+    """The rollouts begin with the lease's version, and every manifest that is named is one that we showed."""
+    named = {used.version: used.manifest_sha256 for used in commitment.checkpoints}
+    if min(named) != start_version:
+        raise _mismatch("first version", start_version, min(named))
+    query = select(Checkpoint.version, Checkpoint.sha256).where(Checkpoint.version.in_(named))
+    published = {row.version: row.sha256 for row in session.execute(query)}
+    for version, sha256 in named.items():
+        if published.get(version) != sha256:
+            raise PeerFault(
+                E_COMMITMENT_CHECKPOINT, f"no such manifest of version {version} is published",
+                expected=published.get(version, "a published version"), got=sha256,
+            )
 
 
 def _receipt_id(lease_id: str, commitment_sha256: str) -> str:

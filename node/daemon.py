@@ -62,7 +62,9 @@ class Daemon:
         spool = Spool(parts.home.spool)
         spool.sweep()
         self._outbox = Outbox(spool)
-        self._sealer = Sealer(self.health, self._outbox, run, parts.identity, parts.engine.profile, clock)
+        self._sealer = Sealer(
+            self.health, self._outbox, parts.weights, run, parts.identity, parts.engine.profile, clock
+        )
         receipts = Receipts(parts.home.receipts)
         self._uploaders = [
             Uploader(self.health, client, self._outbox, receipts, run, clock) for _ in range(SIDE_BY_SIDE)

@@ -17,7 +17,7 @@ from protocol.bundle import bundle_root, encode
 from protocol.clock import Clock
 from protocol.errors import AssayError, LocalFault, PeerFault, Transient, code
 from protocol.identity import Identity
-from protocol.messages import Commitment, Receipt, RunManifest, UploadRequest
+from protocol.messages import Commitment, Receipt, RunManifest, UploadRequest, UsedCheckpoint
 
 E_RECEIPT = code("E_RECEIPT", "a receipt is for other work than the one that was handed in")
 
@@ -36,6 +36,14 @@ class Office(Protocol):
 
     def submit(self, commitment: Commitment) -> SubmitReply:
         """Commit to a finished lease."""
+        ...
+
+
+class Manifests(Protocol):
+    """By which manifests the weights were made; :class:`node.weights.Weights` is one."""
+
+    def digest_of(self, version: int) -> str:
+        """Digest of the manifest whose weights the engine had under ``version``."""
         ...
 
 
@@ -76,17 +84,18 @@ class Sealer(Worker):
     name = "sealing"
 
     def __init__(
-        self, health: Health, outbox: Outbox, run: RunManifest, identity: Identity, profile: str, clock: Clock
+        self, health: Health, outbox: Outbox, weights: Manifests, run: RunManifest, identity: Identity, profile: str,
+        clock: Clock,
     ):
         super().__init__(health)
-        self._outbox, self._manifest, self._identity = outbox, run, identity
+        self._outbox, self._weights, self._manifest, self._identity = outbox, weights, run, identity
         self._profile, self._clock = profile, clock
 
     def work(self) -> float:
         """Encode and spool one unit.
 
         Raises:
-            LocalFault: the spool failed; the unit is tried again later.
+            LocalFault: the spool failed, or the manifest of a version is unknown; the unit is tried again later.
         """
         try:
             unit = self._outbox.finished.get(timeout=_WAIT_S)
@@ -103,12 +112,17 @@ class Sealer(Worker):
     def _sealed(self, unit: Unit) -> Spooled:
         bundle = unit.bundle()
         data = encode(bundle)
+        versions = {segment.version for rollout in bundle.rollouts for segment in rollout.segments}
         commitment = Commitment(
             run_id=self._manifest.run_id, node_id=self._identity.id, lease_id=unit.id,
             lease_sha256=unit.envelope.digest, bundle_root=bundle_root(bundle, unit.envelope.digest),
             object_sha256=hashlib.sha256(data).hexdigest(), object_bytes=len(data), rollouts=len(bundle.rollouts),
-            tokens=sum(len(rollout) for rollout in bundle.rollouts), profile=self._profile,
-            issued_at_ms=self._clock.now_ms(),
+            tokens=sum(len(rollout) for rollout in bundle.rollouts),
+            checkpoints=[
+                UsedCheckpoint(version=version, manifest_sha256=self._weights.digest_of(version))
+                for version in sorted(versions)
+            ],
+            profile=self._profile, issued_at_ms=self._clock.now_ms(),
         )
         return Spooled(commitment, data)
 

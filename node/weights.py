@@ -17,6 +17,7 @@ from protocol.weights.cache import ChunkCache
 from protocol.weights.chain import CheckpointFollower, open_manifest
 from protocol.weights.layout import Layout, State
 from protocol.weights.link import E_CHECKPOINT_MIX
+from protocol.weights.live import E_NO_VERSION
 from protocol.weights.way import Way
 
 _LOG = logging.getLogger(__name__)
@@ -175,6 +176,17 @@ class Weights:
                 )
             self._manifests[version] = held
         return held
+
+    def digest_of(self, version: int) -> str:
+        """Digest of the manifest whose weights :meth:`state` gives under ``version``.
+
+        Raises:
+            LocalFault: ``E_NO_VERSION`` when it gave none.
+        """
+        digest = self._follower.digest_of(version)
+        if digest is None:
+            raise LocalFault(E_NO_VERSION, f"the weights of version {version} were never here", expected=version)
+        return digest
 
     def save(self) -> None:
         """Write the state to disk for a quick restart.

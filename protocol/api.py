@@ -28,6 +28,9 @@ E_LEASE_UNKNOWN = code("E_LEASE_UNKNOWN", "no such lease was given to this node"
 E_LEASE_EXPIRED = code("E_LEASE_EXPIRED", "the lease's deadline has passed and its unit went to somebody else")
 E_LEASE_CLOSED = code("E_LEASE_CLOSED", "the lease was handed back or its unit was cancelled")
 E_COMMITMENT_MISMATCH = code("E_COMMITMENT_MISMATCH", "a commitment contradicts its lease or its uploaded object")
+E_COMMITMENT_CHECKPOINT = code(
+    "E_COMMITMENT_CHECKPOINT", "a commitment names a checkpoint manifest that is not published in this run"
+)
 E_SECOND_COMMITMENT = code("E_SECOND_COMMITMENT", "a second, different commitment for one lease")
 E_OBJECT_MISSING = code("E_OBJECT_MISSING", "a commitment names an object that was not uploaded")
 E_WITHHELD = code("E_WITHHELD", "a bundle is not shown yet: another node may still be making the same rollouts")

@@ -37,7 +37,8 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     "E_EOS_GRAMMAR": ("text was added after the end, or cut off before it",),
     "E_BUNDLE_ROOT": ("the uploaded bundle is not the one that was committed to",),
     "E_SAMPLE_SET": ("samples were dropped, repeated or taken from another lease",),
-    "E_SEGMENT_VERSION": ("the node ran a version that the lease does not start with, or that is not published",),
+    "E_SEGMENT_VERSION": ("the node ran a version that the lease does not start with, or that it did not commit to",),
+    "E_OTHER_MANIFEST": ("the learner signed two manifests of a version, and the node used the one that is not here",),
     "E_STEERING": (
         "the node tries several moments for new weights and hands in the completion that earns most, or least",
         "its only peer does so: a comparison of two does not say which of them",
@@ -126,6 +127,10 @@ _COMPARE: Final = (
 #: Code -> what to do.
 ADVICE: Final[dict[str, str]] = {
     "E_VERSION_MISSING": "Give a folder or store with that version by --checkpoint; it may be repeated.",
+    "E_OTHER_MANIFEST": (
+        "Keep the file, and look for the manifest that the node named: both signatures together prove what the learner "
+        "did. As it is, the file says nothing about the node."
+    ),
     "E_STATE_ROOT": "Fetch the weights again, or give another folder by --checkpoint.",
     "E_NOT_FOUND": "Give the run's object store by --checkpoint, or the single file by --data.",
     "E_DISAGREE": _TRY_AGAIN,

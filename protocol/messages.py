@@ -14,14 +14,15 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from protocol.calibration import CalibrationRecord, Profile, RolloutScore
 from protocol.identity import key_id
 from protocol.message import Count, Hex16, Hex32, Message, Millis, Name, Part, Signed, TokenId, parse
+from protocol.used_checkpoints import UsedCheckpoint, UsedCheckpoints
 
 __all__ = [
     "AdmittedRequest", "AuditClaim", "AuditPolicy", "BatchGroup", "BatchPlan", "BatchRules", "CalibrationRecord",
-    "CheckpointHead",
-    "CheckpointManifest", "ChunkRef", "Commitment", "Count", "Environment", "Finding", "Hex16", "Hex32", "Lease",
-    "LeaseRequest", "LeaseReturn", "Message", "Millis", "ModelSpec", "Name", "NodeHello", "NodeScreen", "Part",
-    "Profile", "Receipt", "Roles", "RolloutScore", "RouteRules", "RunManifest", "SamplingRules", "ScreenReport",
-    "Signed", "TokenId", "UpdateReceipt", "UploadRequest", "Verdict", "opened_by", "parse",
+    "CheckpointHead", "CheckpointManifest", "ChunkRef", "Commitment", "Count", "Environment", "Finding", "Hex16",
+    "Hex32", "Lease", "LeaseRequest", "LeaseReturn", "Message", "Millis", "ModelSpec", "Name", "NodeHello",
+    "NodeScreen", "Part", "Profile", "Receipt", "Roles", "RolloutScore", "RouteRules", "RunManifest",
+    "SamplingRules", "ScreenReport", "Signed", "TokenId", "UpdateReceipt", "UploadRequest", "UsedCheckpoint",
+    "Verdict", "opened_by", "parse",
 ]
 
 # -- the run ---------------------------------------------------------------------------------------------
@@ -260,6 +261,7 @@ class Commitment(Message):
     object_bytes: Count
     rollouts: Annotated[int, Field(ge=1, le=1024)]
     tokens: Count  #: completion tokens of all rollouts
+    checkpoints: UsedCheckpoints  #: by which the weights of every version in the rollouts' segments were made
     profile: Name
     issued_at_ms: Millis
 

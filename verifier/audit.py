@@ -101,7 +101,7 @@ def audit(evidence: Evidence, run: RunManifest, material: Material) -> Audit:
             is for another lease, or the bundle is not the one that it names (``E_OBJECT_HASH``): no evidence at all.
     """
     lease = Lease.open(evidence.lease, run.roles.coordinator, run_id=run.run_id)
-    book = CheckpointBook(run, published=lambda _: True)
+    book = CheckpointBook(run)
     book.add(evidence.checkpoints)
     recomputed = bool(material.models or material.stores)
     submission = Submission(

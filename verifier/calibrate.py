@@ -85,14 +85,14 @@ def measure_files(
 
 def _open(file: Path, evidence: Evidence, run: RunManifest, profile: str) -> tuple[Opened, CheckpointBook]:
     """The submission, once its structure and every draw hold, and the manifests it rests on."""
-    report, book = Report(), CheckpointBook(run, published=lambda _: True)
+    report, book = Report(), CheckpointBook(run)
     book.add(evidence.checkpoints)
     submission = Submission(
         evidence.lease, evidence.commitment, evidence.receipt, evidence.node_public_key, evidence.bundle, drawn=True
     )
     opened = open_submission(run, submission, book, report)
     if opened is not None:
-        check_structure(opened, book, report)
+        check_structure(opened, report)
         if report.clean:
             check_tokens(opened, report)
     if opened is None or not report.clean:

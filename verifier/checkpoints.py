@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from protocol.envelope import Envelope
 from protocol.errors import PeerFault
@@ -12,16 +12,10 @@ from protocol.weights.state_root import HashId, hash_named
 
 
 class CheckpointBook:
-    """Checked manifests by version, perhaps with gaps. ``verifier.states`` makes their weights.
+    """Checked manifests by version, perhaps with gaps. ``verifier.states`` makes their weights."""
 
-    Args:
-        published: whether a version that is not in the book may be out all the same. An evidence file holds a few only,
-            and the head that the book was filled up to may be an old one.
-    """
-
-    def __init__(self, run: RunManifest, *, published: Callable[[int], bool] = lambda _: False):
+    def __init__(self, run: RunManifest):
         self._run = run
-        self.published = published
         self._links: dict[int, Link] = {}
 
     @property

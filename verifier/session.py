@@ -103,7 +103,7 @@ class Session:
         opened = audit.opened = open_submission(self.run, audit.submission, self.book, report)
         if opened is None:
             return
-        check_structure(opened, self.book, report)
+        check_structure(opened, report)
         if not report.clean:
             return
         check_tokens(opened, report)

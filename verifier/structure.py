@@ -1,6 +1,6 @@
 """T0: everything that can be checked without randomness and without a model.
 
-The steps are numbered as in ``docs/spec/verification.md``. Steps A.1 to A.4 look at what the run's own roles signed or
+The steps are numbered as in ``docs/spec/verification.md``. Steps A.1 to A.5 look at what the run's own roles signed or
 carried: a failure there is never the node's and makes the audit inconclusive. Nor is one of T0.1: what the node did not
 sign for this lease says nothing about it. Steps T0.2 to T0.9 look at what it signed.
 """
@@ -17,7 +17,7 @@ from protocol.bundle_columns import E_COUNTS
 from protocol.errors import E_OBJECT_HASH, E_WRONG_KEY, LocalFault, PeerFault, code
 from protocol.identity import key_id
 from protocol.messages import Commitment, Lease, Receipt, RunManifest
-from protocol.rollout import Bundle, Finish, Rollout, Segment, prompt_digest
+from protocol.rollout import Bundle, Finish, Rollout, prompt_digest
 from protocol.sampler import check_head
 from verifier.checkpoints import CheckpointBook
 from verifier.findings import Report, RolloutFault, counted
@@ -31,10 +31,12 @@ E_SAMPLE_SET = code("E_SAMPLE_SET", "a bundle does not hold exactly the samples 
 E_EOS_GRAMMAR = code("E_EOS_GRAMMAR", "a completion does not end where and how the run's rules say")
 E_UNKNOWN_PROFILE = code("E_UNKNOWN_PROFILE", "a commitment names a profile for which the run has no thresholds")
 E_SWAP_PINNED = code("E_SWAP_PINNED", "a rollout changes weights although its lease is pinned to one version")
-E_SEGMENT_VERSION = code("E_SEGMENT_VERSION", "a segment names a version that cannot have been used there")
-
-#: How far the clocks of learner and coordinator may be apart before "published after it was used" counts, in ms.
-CLOCK_SLACK_MS: Final = 300_000
+E_SEGMENT_VERSION = code(
+    "E_SEGMENT_VERSION", "the versions in a bundle are not those that its lease and its commitment name"
+)
+E_OTHER_MANIFEST = code(
+    "E_OTHER_MANIFEST", "the manifest at hand is not the one that the node named for a version; nobody is blamed"
+)
 
 
 def open_submission(run: RunManifest, submission: Submission, book: CheckpointBook, report: Report) -> Opened | None:
@@ -65,23 +67,19 @@ def open_submission(run: RunManifest, submission: Submission, book: CheckpointBo
         )
     if commitment is None:
         return None
-    bundle = _open_bundle(run, submission, commitment, report)
+    bundle = _open_bundle(run, submission, commitment, book, report)
     return None if bundle is None else Opened(run, submission, lease, receipt, commitment, bundle)
 
 
-def check_structure(opened: Opened, book: CheckpointBook, report: Report) -> None:
+def check_structure(opened: Opened, report: Report) -> None:
     """Steps T0.4 to T0.9, each on its own; T0 is complete afterwards."""
     for check, expected, step in _STEPS:
         report.attempt(check, expected, partial(step, opened), node=True)
-    report.attempt(
-        "T0.9 segment versions", "published, from the lease's start version on",
-        lambda: _check_versions(opened, book), node=True,
-    )
     report.tiers.append("T0")
 
 
 def _open_bundle(
-    run: RunManifest, submission: Submission, commitment: Commitment, report: Report
+    run: RunManifest, submission: Submission, commitment: Commitment, book: CheckpointBook, report: Report
 ) -> Bundle | None:
     report.attempt(
         "T0.2 profile", "one that the run takes", lambda: _check_profile(run, commitment), node=True,
@@ -90,6 +88,10 @@ def _open_bundle(
     report.attempt(
         "A.4 object hash", commitment.object_sha256[:16], lambda: _check_object(commitment, submission.bundle),
         node=False, got=lambda _: commitment.object_sha256[:16],
+    )
+    report.attempt(
+        "A.5 named manifests", "at hand, each the one that the commitment names",
+        lambda: _check_manifests(commitment, book), node=False,
     )
     if not report.clean:
         return None
@@ -147,6 +149,23 @@ def _check_object(commitment: Commitment, bundle: bytes) -> None:
         raise PeerFault(
             E_OBJECT_HASH, "these are not the bytes that were committed to", expected=commitment.object_sha256, got=got
         )
+
+
+def _check_manifests(commitment: Commitment, book: CheckpointBook) -> str:
+    """What is recomputed is what the node named: a second manifest of a version is the learner's doing alone."""
+    for used in commitment.checkpoints:
+        envelope = book.envelope(used.version)
+        if envelope is None:
+            raise LocalFault(
+                E_VERSION_MISSING, "the manifest of a version is not at hand", expected=f"version {used.version}",
+                got=f"versions up to {book.newest}",
+            )
+        if envelope.digest != used.manifest_sha256:
+            raise PeerFault(
+                E_OTHER_MANIFEST, f"the node named another manifest of version {used.version}",
+                expected=used.manifest_sha256, got=envelope.digest,
+            )
+    return str([used.version for used in commitment.checkpoints])
 
 
 # -- what the node signed ------------------------------------------------------------------------------------
@@ -243,8 +262,8 @@ def _check_heads(opened: Opened) -> str:
     return f"{entries} entries"
 
 
-def _check_versions(opened: Opened, book: CheckpointBook) -> str:
-    start = opened.lease.start_version
+def _check_versions(opened: Opened) -> str:
+    start, named = opened.lease.start_version, {used.version for used in opened.commitment.checkpoints}
     for rollout in opened.bundle.rollouts:
         if rollout.segments[0].version != start:
             raise RolloutFault(
@@ -257,30 +276,18 @@ def _check_versions(opened: Opened, book: CheckpointBook) -> str:
                 position=rollout.segments[1].start, expected=start, got=rollout.segments[1].version,
             )
         for segment in rollout.segments:
-            _check_version(opened, rollout.sample, segment, book)
-    return str(sorted({segment.version for rollout in opened.bundle.rollouts for segment in rollout.segments}))
-
-
-def _check_version(opened: Opened, sample: int, segment: Segment, book: CheckpointBook) -> None:
-    manifest = book.get(segment.version)
-    if manifest is None and book.published(segment.version):
-        raise LocalFault(
-            E_VERSION_MISSING, "the manifest of a version is not at hand", expected=f"version {segment.version}",
-            got=f"versions up to {book.newest}",
+            if segment.version not in named:
+                raise RolloutFault(
+                    E_SEGMENT_VERSION, "the commitment does not name this version", sample=rollout.sample,
+                    position=segment.start, expected=sorted(named), got=segment.version,
+                )
+    used = {segment.version for rollout in opened.bundle.rollouts for segment in rollout.segments}
+    if used != named:
+        raise PeerFault(
+            E_SEGMENT_VERSION, "the commitment names versions that no rollout used", expected=sorted(used),
+            got=sorted(named),
         )
-    if manifest is None:
-        raise RolloutFault(
-            E_SEGMENT_VERSION, "no such version is published", sample=sample, position=segment.start,
-            expected=f"<= {book.newest}", got=segment.version,
-        )
-    if opened.receipt is None or segment.version == opened.lease.start_version:
-        return  # that the start version was out is what the lease says, whatever anybody's clock does
-    latest = opened.receipt.received_at_ms + CLOCK_SLACK_MS
-    if manifest.published_at_ms > latest:
-        raise RolloutFault(
-            E_SEGMENT_VERSION, f"version {segment.version} came out after the rollout was handed in", sample=sample,
-            position=segment.start, expected=f"published by {latest} ms", got=f"{manifest.published_at_ms} ms",
-        )
+    return str(sorted(used))
 
 
 #: (name of the check, what is expected, step); a step raises or says what it got.
@@ -290,4 +297,5 @@ _STEPS: Final[tuple[tuple[str, str, Callable[[Opened], str]], ...]] = (
     ("T0.6 sample set", "the samples of the lease, each once", _check_samples),
     ("T0.7 length and EOS", "ends at its only EOS or at the length limit", _check_ends),
     ("T0.8 heads", "sorted, within the rules, normalised", _check_heads),
+    ("T0.9 segment versions", "those of lease and commitment", _check_versions),
 )

@@ -10,7 +10,7 @@ from typing import Final, Self
 from protocol.api import AuditJob, ReplicaRef
 from protocol.client import CoordinatorClient
 from protocol.clock import Clock, SystemClock
-from protocol.errors import E_NOT_FOUND, E_WRONG_KEY, AssayError, LocalFault, PeerFault, Transient
+from protocol.errors import E_WRONG_KEY, AssayError, LocalFault, PeerFault, Transient
 from protocol.identity import Identity
 from protocol.messages import AuditClaim, CheckpointHead, Lease, Receipt, RunManifest, Verdict
 from protocol.model_files import fetch_model_files
@@ -164,21 +164,6 @@ class Worker:
             self._clock.sleep(min(left, 0.25))
 
 
-def published_at(client: CoordinatorClient) -> Callable[[int], bool]:
-    """Asks a coordinator whether a version is out: the head that one was shown may be an old one."""
-
-    def published(version: int) -> bool:
-        try:
-            client.checkpoint(version)
-        except AssayError as error:
-            if error.code != E_NOT_FOUND:
-                raise LocalFault(E_VERSION_MISSING, f"whether version {version} is out", got=str(error)) from error
-            return False
-        return True
-
-    return published
-
-
 def start(config: VerifierConfig, client: CoordinatorClient, identity: Identity, clock: Clock) -> Worker:
     """Read and check the run manifest, fetch the model's small files, and put a worker together.
 
@@ -203,7 +188,7 @@ def start(config: VerifierConfig, client: CoordinatorClient, identity: Identity,
     fetch = client.fetch if config.store is None else open_store(config.store).get
     model_dir = fetch_model_files(run.model.files, config.work / "model", fetch)
     layout = Layout.from_bytes(fetch(run.model.layout_sha256))
-    book = CheckpointBook(run, published=published_at(client))
+    book = CheckpointBook(run)
     pool = _pool(config, clock)
     states = StateRing(layout, book, pool.fetch, kept_undos=config.kept_undos)
     shelf = ModelShelf(model_dir, layout, states, device=device, threads=config.threads)

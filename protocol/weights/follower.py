@@ -111,6 +111,11 @@ class CheckpointFollower:
         link = self._links.get(version)
         return None if link is None else link.manifest
 
+    def digest_of(self, version: int) -> str | None:
+        """Digest of the manifest that :meth:`state_at` makes a version by, once it has; None before that."""
+        link = self._links.get(version)
+        return None if link is None else link.digest
+
     # -- heads -------------------------------------------------------------------------------------------
 
     def verify_head(self, envelope: Envelope, now_ms: int) -> CheckpointHead:
@@ -298,6 +303,7 @@ class CheckpointFollower:
             other.advance(self._walk_back(start + 1, version, past_anchors=True))
         else:
             other.advance(self._walk_back(0, version, past_anchors=False))
+        self._links.setdefault(version, other._live.held[0])
         return other.state
 
     # -- across restarts ---------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from protocol import bundle as bundles
-from protocol.messages import Lease
+from protocol.messages import Lease, UsedCheckpoint
 from protocol.rollout import NO_CODE, Bundle, Finish, Segment
 from tests.adversary.attack import NoOpportunity, attack, claiming, first, head_at
 from tests.adversary.world import EOS, World, identity, replaced
@@ -99,7 +99,8 @@ def unknown_profile(world: World, lease: Lease) -> Submission:
     return world.submission(lease, world.honest(lease), profile="anything-goes")
 
 
-@attack(31, "begins with a newer version than the lease says", "T0", "E_SEGMENT_VERSION", later=1)
+@attack(31, "begins with a newer version than the lease says", "T0", "E_SEGMENT_VERSION",
+        door="E_COMMITMENT_MISMATCH", later=1)
 def wrong_start_version(world: World, lease: Lease) -> Submission:
     segments = [Segment(0, lease.start_version + 1)]
     return world.submission(lease, world.generate(lease, segments=segments))
@@ -107,8 +108,30 @@ def wrong_start_version(world: World, lease: Lease) -> Submission:
 
 @attack(31, "a version that was never published", "T0", "E_SEGMENT_VERSION")
 def unpublished_version(world: World, lease: Lease) -> Submission:
+    """The commitment names what is published, the bundle what is not."""
+    claimed = [Segment(0, lease.start_version), Segment(8, 99)]
+    named = world.named([lease.start_version])
+    return world.submission(lease, claiming(world.honest(lease), claimed), checkpoints=named)
+
+
+@attack(31, "a version that is not out yet, under a made-up manifest", "T0", "E_VERSION_MISSING",
+        door="E_COMMITMENT_CHECKPOINT", blames=False)
+def foretold_version(world: World, lease: Lease) -> Submission:
     claimed = [Segment(0, lease.start_version), Segment(8, 99)]
     return world.submission(lease, claiming(world.honest(lease), claimed))
+
+
+@attack(31, "a made-up manifest of a version that is out", "T0", "E_OTHER_MANIFEST", door="E_COMMITMENT_CHECKPOINT",
+        blames=False)
+def other_manifest(world: World, lease: Lease) -> Submission:
+    made_up = [UsedCheckpoint(version=lease.start_version, manifest_sha256="ef" * 32)]
+    return world.submission(lease, world.honest(lease), checkpoints=made_up)
+
+
+@attack(31, "a version named that no rollout used", "T0", "E_SEGMENT_VERSION", later=1)
+def unused_version(world: World, lease: Lease) -> Submission:
+    named = world.named([lease.start_version, lease.start_version + 1])
+    return world.submission(lease, world.honest(lease), checkpoints=named)
 
 
 @attack(31, "a swap off the grid", "T0", "E_SEGMENTS", later=1)

@@ -145,8 +145,8 @@ def _object_of(pipeline: Pipeline, receipt_id: str) -> str:
     return Receipt.from_payload(Envelope.from_dict(body["receipt"]).payload).object_sha256
 
 
-@fixture(21, "another node's bundle handed in as one's own", ("T1", "T0"), "E_REPLAY", "E_SAMPLE_SET",
-         "E_SEGMENT_VERSION")
+@fixture(21, "another node's bundle handed in as one's own", ("T1", "T0", "door"), "E_REPLAY", "E_SAMPLE_SET",
+         "E_COMMITMENT_MISMATCH")
 def stolen(bench: Bench, seed: int) -> Catch:
     """Bundles are public in the store; the thief hands one in for its own lease."""
     pipeline = bench.pipeline("undrawn", seed)

@@ -54,7 +54,6 @@ from verifier.session import Session
 from verifier.states import StateRing
 from verifier.tokens import Rewards
 from verifier.worker import Worker as Verifier
-from verifier.worker import published_at
 
 TOKEN = "a-join-token-for-tests"
 
@@ -199,7 +198,7 @@ class Pipeline:
     def make_verifier(self, key: Identity) -> Verifier:
         """A verifier with a memory of its own."""
         world, client = self.world, self.client(key)
-        book = CheckpointBook(world.run, published=published_at(client))
+        book = CheckpointBook(world.run)
         shelf = ModelShelf(world.model_dir, world.layout, StateRing(world.layout, book, world.store.get))
         session = Session(world.run, book, Rewards(world.run, world.model_dir, client.fetch), shelf)
         return Verifier(client, key, session, client.fetch, clock=self.clock)

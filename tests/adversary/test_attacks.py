@@ -19,7 +19,8 @@ def test_attack_is_refused_under_its_name(world, attack):
     assert judgement.outcome == ("fail" if attack.blames else "inconclusive")
     assert judgement.code in attack.codes
     failed = next(finding for finding in judgement.findings if not finding.ok)
-    assert failed.check.startswith("T2" if attack.tier == "T3" else attack.tier)
+    tier = "T2" if attack.tier == "T3" else attack.tier
+    assert failed.check.startswith(tier if attack.blames else (tier, "A"))
     assert max(judgement.tiers, default="T0") == attack.tier or attack.tier == "T0"
     assert judgement.rewards_micro == () or attack.tier == "T3"
 

@@ -10,8 +10,9 @@ import torch
 
 from protocol import bundle as bundles
 from protocol.errors import LocalFault, code
+from protocol.messages import Receipt
 from protocol.rollout import Bundle, Finish, Segment, SwapMode
-from tests.adversary.world import EOS, NODE, World, identity
+from tests.adversary.world import COORDINATOR, EOS, NODE, World, identity
 from verifier.checkpoints import CheckpointBook
 from verifier.findings import Judgement
 from verifier.session import Session
@@ -241,12 +242,34 @@ def _other_prompt(world: World):
     return world.submission(lease, world.generate(lease))
 
 
-def test_clocks_minutes_apart_are_forgiven(world):
-    """The learner's clock runs two minutes ahead of the coordinator's."""
-    lease = world.lease(start_version=3)
-    issued = world.checkpoints[3][0].published_at_ms - 120_000
-    submission = world.submission(lease.model_copy(update={"issued_at_ms": issued}), world.honest(lease))
-    assert _passes(world.judge(submission))
+def test_no_date_speaks_against_a_node(world):
+    """Coordinator and learner date as they like; what was out is told by the digests that the node signed."""
+    lease = world.lease(start_version=0)
+    issued = world.checkpoints[3][0].published_at_ms - 10**9
+    lease = lease.model_copy(update={"issued_at_ms": issued})
+    submission = world.submission(lease, world.generate(lease, segments=[Segment(0, 0), Segment(8, 3)]))
+    receipt = Receipt.from_payload(submission.receipt.payload).model_copy(update={"received_at_ms": issued})
+    assert _passes(world.judge(replace(submission, receipt=receipt.sign(COORDINATOR))))
+
+
+def test_a_second_manifest_of_a_version_blames_nobody_and_is_not_recomputed(world):
+    """A learner signs two manifests of a version, with one beacon; the node's weights are those that it named."""
+    book = CheckpointBook(world.run)
+    book.add([world.checkpoints[0][1], world.second_manifest(1)])
+
+    def never(tier):
+        raise AssertionError("recomputed with weights that the node did not name")
+
+    session = Session(world.run, book, world.rewards, never)
+    lease = world.lease(start_version=1)
+    begun = world.submission(lease, world.honest(lease))
+    early = world.lease(start_version=0)
+    swapped = world.submission(early, world.generate(early, segments=[Segment(0, 0), Segment(8, 1)]))
+    for judgement in session.judge([begun, swapped]):
+        assert (judgement.outcome, judgement.code, judgement.tiers) == ("inconclusive", "E_OTHER_MANIFEST", ())
+        assert [f.check for f in judgement.findings if not f.ok] == ["A.5 named manifests"]
+    twin = replace(world.submission(early, world.honest(early)), drawn=False, replica=swapped)
+    assert session.judge([twin])[0].outcome == "pass"  # nor is anything compared with what rests on the other one
 
 
 def test_heads_are_at_the_floor_of_quantisation(world):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from protocol.messages import (
     RouteRules,
     RunManifest,
     SamplingRules,
+    UsedCheckpoint,
 )
 from protocol.reference import ReferenceModel, load_config_model
 from protocol.rollout import Bundle, Segment, prompt_digest, rollout_seed
@@ -179,8 +180,9 @@ class World:
             "lease_sha256": lease_envelope.digest,
             "bundle_root": bundles.bundle_root(bundle, lease_envelope.digest),
             "object_sha256": hashlib.sha256(data).hexdigest(), "object_bytes": len(data),
-            "rollouts": len(bundle.rollouts), "tokens": sum(map(len, bundle.rollouts)), "profile": PROFILE.name,
-            "issued_at_ms": self.clock.now_ms(),
+            "rollouts": len(bundle.rollouts), "tokens": sum(map(len, bundle.rollouts)),
+            "checkpoints": self.named(segment.version for rollout in bundle.rollouts for segment in rollout.segments),
+            "profile": PROFILE.name, "issued_at_ms": self.clock.now_ms(),
         }
         signed = Commitment.model_validate(fields | commitment).sign(signer)
         receipt = Receipt(
@@ -189,6 +191,16 @@ class World:
             epoch_key_sha256="00" * 32, received_at_ms=self.clock.now_ms(),
         )
         return Submission(lease_envelope, signed, receipt.sign(COORDINATOR), signer.public_key, data, drawn)
+
+    def named(self, versions: Iterable[int]) -> list[UsedCheckpoint]:
+        """Versions as a commitment names them; for one that is not out, a digest is made up."""
+        return [
+            UsedCheckpoint(
+                version=version, manifest_sha256=self.checkpoints[version][1].digest
+                if version < len(self.checkpoints) else hashlib.sha256(b"%d" % version).hexdigest(),
+            )
+            for version in sorted(set(versions))
+        ]
 
     # -- the verifier's part -----------------------------------------------------------------------------------
 
@@ -238,6 +250,14 @@ class World:
         self.states.append(new)
         self.checkpoints.append((version.manifest, version.envelope))
         self.clock.advance(1)
+
+    def second_manifest(self, version: int) -> Envelope:
+        """Another manifest of a version by the learner: the same parent and beacon, other weights."""
+        return publish(
+            self.store, LEARNER, RUN_ID, self.layout, self.checkpoints[version - 1], self.states[version - 1],
+            next_state(self.states[version - 1], np.random.default_rng(99)), anchor=False, clock=self.clock,
+            beacon=self.checkpoints[version][0].beacon,
+        ).envelope
 
     def _rules(self, max_new_tokens: int) -> SamplingRules:
         return SamplingRules(

@@ -47,6 +47,7 @@ from protocol.messages import (
     RunManifest,
     SamplingRules,
     UploadRequest,
+    UsedCheckpoint,
     Verdict,
 )
 from protocol.store import DirectoryStore, Store
@@ -199,9 +200,12 @@ class FakeNode(Party):
             "run_id": RUN_ID, "node_id": self.key.id, "lease_id": lease.lease_id, "lease_sha256": digest,
             "bundle_root": sha(f"root{text}{lease.lease_id}"), "object_sha256": hashlib.sha256(data).hexdigest(),
             "object_bytes": len(data), "rollouts": len(lease.samples), "tokens": 5 * len(lease.samples),
-            "profile": PROFILE, "issued_at_ms": self.clock.now_ms(),
+            "checkpoints": [self.used(lease.start_version)], "profile": PROFILE, "issued_at_ms": self.clock.now_ms(),
         }
         return Commitment.model_validate(fields | changes)
+
+    def used(self, version: int) -> UsedCheckpoint:
+        return UsedCheckpoint(version=version, manifest_sha256=self.client.checkpoint(version).digest)
 
     def bundle(self, lease: Lease, text: str = "") -> bytes:
         return f"bundle of {lease.lease_id} {text}".encode()

@@ -23,7 +23,16 @@ from protocol.client import CoordinatorClient
 from protocol.clock import SystemClock
 from protocol.errors import AssayError
 from protocol.identity import Identity
-from protocol.messages import Commitment, Lease, LeaseRequest, NodeHello, Receipt, RunManifest, UploadRequest
+from protocol.messages import (
+    Commitment,
+    Lease,
+    LeaseRequest,
+    NodeHello,
+    Receipt,
+    RunManifest,
+    UploadRequest,
+    UsedCheckpoint,
+)
 from protocol.rollout import prompt_digest
 from protocol.store import DirectoryStore
 from tests.fakes.coordinator import FakeLearner, FakeVerifier
@@ -230,6 +239,11 @@ def work_with(
             commitment = Commitment(
                 **node, lease_id=lease.lease_id, lease_sha256=envelope.digest, bundle_root=sha256,
                 object_sha256=sha256, object_bytes=len(data), rollouts=len(lease.samples), tokens=8,
+                checkpoints=[
+                    UsedCheckpoint(
+                        version=lease.start_version, manifest_sha256=client.checkpoint(lease.start_version).digest
+                    )
+                ],
                 profile="torch-cpu-fp32", issued_at_ms=now(),
             )
             receipts.append(Receipt.from_payload(client.submit(commitment).receipt.payload))

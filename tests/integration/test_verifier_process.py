@@ -24,7 +24,16 @@ from protocol.api import JoinLink
 from protocol.client import CoordinatorClient
 from protocol.clock import SystemClock
 from protocol.identity import Identity
-from protocol.messages import Commitment, Lease, LeaseRequest, NodeHello, Receipt, RunManifest, UploadRequest
+from protocol.messages import (
+    Commitment,
+    Lease,
+    LeaseRequest,
+    NodeHello,
+    Receipt,
+    RunManifest,
+    UploadRequest,
+    UsedCheckpoint,
+)
 from protocol.rollout import Segment, rollout_seed
 from protocol.store import DirectoryStore
 from protocol.weights.chain import publish, sign_head
@@ -104,8 +113,13 @@ class Network:
             reply = client.submit(Commitment(
                 run_id=run_id, node_id=node.id, lease_id=lease.lease_id, lease_sha256=envelope.digest,
                 bundle_root=bundles.bundle_root(bundle, envelope.digest), object_sha256=sha256, object_bytes=len(data),
-                rollouts=len(bundle.rollouts), tokens=sum(map(len, bundle.rollouts)), profile="torch-cpu-fp32",
-                issued_at_ms=clock.now_ms(),
+                rollouts=len(bundle.rollouts), tokens=sum(map(len, bundle.rollouts)),
+                checkpoints=[
+                    UsedCheckpoint(
+                        version=lease.start_version, manifest_sha256=client.checkpoint(lease.start_version).digest
+                    )
+                ],
+                profile="torch-cpu-fp32", issued_at_ms=clock.now_ms(),
             ))
         return node, Receipt.open(reply.receipt, run.roles.coordinator, run_id=run_id)
 

@@ -21,6 +21,15 @@ HEAD: dict[str, Any] = {
     "run_id": "0123456789abcdef" * 2, "version": 7,
 }
 NOW_MS = 1_800_000_030_000
+COMMITMENT_KIND = "application/vnd.assay.commitment.v1+json"
+COMMITMENT: dict[str, Any] = {
+    "bundle_root": "03" * 32,
+    "checkpoints": [{"manifest_sha256": "05" * 32, "version": 6}, {"manifest_sha256": "06" * 32, "version": 8}],
+    "issued_at_ms": 1_800_000_000_000, "lease_id": "01" * 16, "lease_sha256": "02" * 32, "node_id": "07" * 32,
+    "object_bytes": 1000, "object_sha256": "04" * 32, "profile": "torch-cpu-fp32", "rollouts": 2,
+    "run_id": HEAD["run_id"], "tokens": 40,
+}
+CLASSES = {KIND: "CheckpointHead", COMMITMENT_KIND: "Commitment"}
 
 
 def dumps(value: Any) -> bytes:
@@ -112,11 +121,16 @@ def make_envelopes() -> None:
 def make_messages() -> None:
     public = bytes(SigningKey(SEED).verify_key).hex()
 
-    def case(name: str, value: dict[str, Any], error: str | None = None) -> None:
+    def case(name: str, value: dict[str, Any], error: str | None = None, kind: str = KIND) -> None:
         write("messages", name + ("_fail" if error else ""), {
-            "class": "CheckpointHead", "public_key": public, "run_id": HEAD["run_id"], "now_ms": NOW_MS,
-            "data": b64(dumps(signed(dumps(value)))), "value": value, **({"error": error} if error else {}),
+            "class": CLASSES[kind], "public_key": public, "run_id": HEAD["run_id"], "now_ms": NOW_MS,
+            "data": b64(dumps(signed(dumps(value), kind, kind))), "value": value, **({"error": error} if error else {}),
         })
+
+    def commitment(name: str, checkpoints: list[dict[str, Any]] | None) -> None:
+        left_out = {} if checkpoints is None else {"checkpoints": checkpoints}
+        value = {k: v for k, v in COMMITMENT.items() if k != "checkpoints"} | left_out
+        case(f"commitment-{name}", value, "E_SCHEMA", COMMITMENT_KIND)
 
     case("checkpoint-head", HEAD)
     case("another-run", {**HEAD, "run_id": "f" * 32}, "E_WRONG_RUN")
@@ -127,6 +141,15 @@ def make_messages() -> None:
     case("version-as-truth", {**HEAD, "version": True}, "E_SCHEMA")
     case("upper-case-hash", {**HEAD, "manifest_sha256": "AB" * 32}, "E_SCHEMA")
     case("hash-with-newline", {**HEAD, "manifest_sha256": "ab" * 32 + "\n"}, "E_SCHEMA")
+    one, two = COMMITMENT["checkpoints"]
+    case("commitment", COMMITMENT, kind=COMMITMENT_KIND)
+    commitment("without-checkpoints", None)
+    commitment("of-no-checkpoint", [])
+    commitment("checkpoints-descending", [two, one])
+    commitment("checkpoint-twice", [one, one])
+    commitment("two-manifests-of-a-version", [one, {**two, "version": one["version"]}])
+    commitment("513-checkpoints", [{**one, "version": version} for version in range(513)])
+    commitment("checkpoint-by-root", [{**one, "state_root": "09" * 32}])
     case("unknown-field", {**HEAD, "note": 1}, "E_SCHEMA")
     case("missing-field", {k: v for k, v in HEAD.items() if k != "version"}, "E_SCHEMA")
     case("null", {**HEAD, "version": None}, "E_SCHEMA")

@@ -9,9 +9,15 @@ import pytest
 
 from protocol.envelope import Envelope
 from protocol.errors import PeerFault
+from protocol.evidence import decode
 from protocol.identity import Identity
-from protocol.messages import Receipt, UploadRequest
+from protocol.messages import Receipt, UploadRequest, UsedCheckpoint
 from tests.fakes.coordinator import RUN_ID, World, sha
+from tests.unit.coordinator.conftest import MakeWorld
+
+
+def used(version: int, made_up: str = "") -> UsedCheckpoint:
+    return UsedCheckpoint(version=version, manifest_sha256=sha(f"manifest {version} {made_up}"))
 
 
 def test_the_receipt_binds_what_was_committed(world: World) -> None:
@@ -57,6 +63,8 @@ def test_a_second_commitment_to_one_lease_is_refused(world: World) -> None:
         ({"profile": "another"}, "E_COMMITMENT_MISMATCH"),
         ({"object_bytes": 3}, "E_COMMITMENT_MISMATCH"),
         ({"object_sha256": sha("nowhere")}, "E_OBJECT_MISSING"),
+        ({"checkpoints": [used(1)]}, "E_COMMITMENT_MISMATCH"),
+        ({"checkpoints": [used(0, "another")]}, "E_COMMITMENT_CHECKPOINT"),
         ({"lease_id": "00" * 16}, "E_LEASE_UNKNOWN"),
         ({"run_id": "cd" * 16}, "E_WRONG_RUN"),
         ({"node_id": sha("nobody")}, "E_NODE_UNKNOWN"),
@@ -71,6 +79,39 @@ def test_an_edited_commitment_is_refused_by_name(world: World, change: dict[str,
         node.client.submit(node.commitment(lease, digest, **change))
     assert caught.value.code == code
     assert node.finish(lease, digest).duplicate is False  # nothing was lost
+
+
+def test_a_swap_needs_a_manifest_that_is_published(world: World) -> None:
+    """Nobody foresees a digest: what is named was out, whatever anybody's clock says."""
+    node = world.node().join()
+    [(lease, digest)] = node.leases(1)
+    node.upload(node.bundle(lease))
+    start = node.used(lease.start_version)
+    for named in ([start, used(1)], [start, used(2**48 - 1)]):
+        with pytest.raises(PeerFault) as caught:
+            node.client.submit(node.commitment(lease, digest, checkpoints=named))
+        assert caught.value.code == "E_COMMITMENT_CHECKPOINT"
+    assert world.http.get("/v1/status").json()["tokens_generated"] == 0
+    world.publish()
+    both = node.commitment(lease, digest, checkpoints=[start, node.used(1)])
+    assert node.client.submit(both).duplicate is False
+
+
+def test_evidence_holds_the_manifests_that_are_named(make_world: MakeWorld) -> None:
+    world = make_world(batch={"max_lag_versions": 3})
+    world.publish()
+    node = world.node().join()
+    leases = node.leases(2)
+    for _ in range(3):
+        world.publish()
+    found = []
+    for (lease, digest), versions in zip(leases, ([0], [0, 2]), strict=True):
+        node.upload(node.bundle(lease))
+        commitment = node.commitment(lease, digest, checkpoints=[node.used(version) for version in versions])
+        receipt = Receipt.from_payload(node.client.submit(commitment).receipt.payload)
+        found.append(decode(world.http.get(f"/v1/evidence/{receipt.receipt_id}").content).checkpoints)
+    assert [len(checkpoints) for checkpoints in found] == [1, 3]
+    assert list(found[1]) == world.learner.manifests[:3]
 
 
 def test_a_commitment_to_the_lease_of_another_node_is_refused(world: World) -> None:

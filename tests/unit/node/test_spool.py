@@ -11,7 +11,7 @@ import pytest
 
 from node.spool import Receipts, Spool, Spooled
 from protocol.errors import LocalFault
-from protocol.messages import Commitment
+from protocol.messages import Commitment, UsedCheckpoint
 
 
 def item(number: int) -> Spooled:
@@ -20,7 +20,8 @@ def item(number: int) -> Spooled:
         Commitment(
             run_id="7a" * 16, node_id="01" * 32, lease_id=f"{number:032x}", lease_sha256="02" * 32,
             bundle_root="03" * 32, object_sha256=hashlib.sha256(data).hexdigest(), object_bytes=100, rollouts=1,
-            tokens=7, profile="torch-cpu-fp32", issued_at_ms=5,
+            tokens=7, checkpoints=[UsedCheckpoint(version=4, manifest_sha256="04" * 32)], profile="torch-cpu-fp32",
+            issued_at_ms=5,
         ),
         data,
     )

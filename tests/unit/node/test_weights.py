@@ -120,6 +120,21 @@ def test_another_versions_manifest_is_refused(
     assert caught.value.code == "E_CHECKPOINT_MIX"
 
 
+def test_the_manifest_of_weights_is_named_also_after_a_restart(tmp_path: Path, office: FakeCoordinator) -> None:
+    """The newest state is on disk; an older one is built again, by manifests that are asked for again."""
+    weights = follow(office, tmp_path)
+    with pytest.raises(LocalFault) as caught:
+        weights.digest_of(2)
+    assert caught.value.code == "E_NO_VERSION"
+    weights.poll(now())
+    weights.save()
+    again = follow(office, tmp_path)
+    assert again.restore()
+    for version in (2, 1):
+        again.prepare(version)
+        assert again.digest_of(version) == office.manifests[version].digest
+
+
 def test_saved_weights_are_taken_up_and_damaged_ones_fetched_again(tmp_path: Path, office: FakeCoordinator) -> None:
     weights = follow(office, tmp_path)
     assert not weights.restore()

@@ -106,6 +106,14 @@ def test_evidence_without_the_manifest_of_a_version_is_inconclusive(world, write
     assert (code, found["code"]) == (4, "E_VERSION_MISSING")
 
 
+def test_evidence_with_a_second_manifest_of_a_version_is_inconclusive(world, write, honest):
+    """Whoever made the file put in what the learner signed besides; the node named the other one."""
+    path = write(honest, checkpoints=(world.checkpoints[0][1], world.second_manifest(1)))
+    code, found = audit_json(path, "--checkpoint", str(world.store.path))
+    assert (code, found["outcome"], found["code"]) == (4, "inconclusive", "E_OTHER_MANIFEST")
+    assert "learner" in found["likely_causes"][0]
+
+
 def test_another_root_key_is_refused(write, honest):
     code, found = audit_json(write(honest), "--root", identity("other").public_key.hex())
     assert (code, found["outcome"], found["code"]) == (3, "malformed", "E_WRONG_KEY")
