@@ -76,7 +76,7 @@ class Coordinator:
         self.submissions = Submissions(run, keyring.identity, self.registry, self.epochs, self.replicas)
         self.discipline = Discipline(self.groups)
         self.audits = Audits(run, self.groups, self.discipline, self.replicas, config)
-        self.batches = Batches(run, self.groups, self.replicas)
+        self.batches = Batches(run, self.groups, self.replicas, config)
         self.screens = Screens(run)
         self.checkpoints = Checkpoints(run, self.groups, config.max_clock_skew_ms)
         self.uploads = Uploads(store, keyring.upload_secret, config)
@@ -201,9 +201,10 @@ class Coordinator:
     def admitted(self, envelope: Envelope) -> list[AdmittedGroup]:
         """``POST /v1/admitted``."""
         request = self.run.from_learner(envelope, AdmittedRequest)
-        self.registry.check_date(request.issued_at_ms, self.clock.now_ms())
+        now_ms = self.clock.now_ms()
+        self.registry.check_date(request.issued_at_ms, now_ms)
         with self.database.read() as session:
-            return self.batches.admitted(session, request.limit)
+            return self.batches.admitted(session, request.limit, now_ms)
 
     def batch(self, version: int) -> BatchReply:
         """``GET /v1/batches/{version}``."""
