@@ -33,7 +33,7 @@ class Replicas:
 
     def draw(self, unit: Unit, lease_sha256: str, epoch: Epoch) -> None:
         """Decide whether a unit that was just handed in is made by a second node too."""
-        unit.replicate = audit_draw.is_drawn(epoch.key, lease_sha256, self._rate_ppm)
+        unit.replicate = audit_draw.is_replicated(epoch.key, lease_sha256, self._rate_ppm)
 
     def wanted(self, session: Session, node: Node) -> list[Unit]:
         """At most one unit that this node may make as the second: another's, and nobody's replica yet.

@@ -113,7 +113,7 @@ class Submissions:
                 shadow=lease.shadow, envelope=receipt.to_bytes(), commitment=envelope.to_bytes(),
                 commitment_sha256=envelope.digest, bundle_root=commitment.bundle_root,
                 object_sha256=commitment.object_sha256, rollouts=commitment.rollouts, tokens=commitment.tokens,
-                epoch=epoch.id, rate_ppm=rate_ppm, drawn=audit_draw.is_drawn(epoch.key, receipt.digest, rate_ppm),
+                epoch=epoch.id, rate_ppm=rate_ppm, drawn=audit_draw.is_drawn(epoch.key, envelope.digest, rate_ppm),
                 received_ms=now_ms, state=ReceiptState.PENDING, available_ms=now_ms,
             )
         )
@@ -130,8 +130,8 @@ class Submissions:
         event_log.append(
             session, now_ms, "submitted",
             {
-                "receipt_id": message.receipt_id, "sha256": receipt.digest, "node_id": node.id, "epoch": epoch.id,
-                "rate_ppm": rate_ppm,
+                "receipt_id": message.receipt_id, "sha256": receipt.digest, "commitment_sha256": envelope.digest,
+                "node_id": node.id, "epoch": epoch.id, "rate_ppm": rate_ppm,
             },
         )
         return SubmitReply(receipt=receipt, duplicate=False)

@@ -9,7 +9,7 @@ import pytest
 from coordinator import event_log
 from coordinator.models import Epoch, Node, Receipt, Unit
 from protocol.api import E_WITHHELD
-from protocol.audit_draw import is_drawn
+from protocol.audit_draw import is_replicated
 from protocol.envelope import Envelope
 from protocol.errors import LocalFault
 from protocol.messages import AdmittedRequest, Lease
@@ -153,7 +153,7 @@ def test_a_unit_is_drawn_by_a_key_that_is_secret_while_its_lease_is_open(make_wo
             epoch = session.get_one(Epoch, receipt.epoch)
             assert epoch.ended_ms is None
             drawn.append(session.get_one(Unit, receipt.unit_id).replicate)
-            assert drawn[-1] == is_drawn(epoch.key, digest, 500_000)
+            assert drawn[-1] == is_replicated(epoch.key, digest, 500_000)
     assert len(drawn) == 8
 
 
