@@ -12,6 +12,7 @@ from protocol.envelope import Envelope
 from protocol.errors import E_NOT_FOUND, LocalFault
 from protocol.evidence import Evidence
 from protocol.identity import Identity
+from protocol.messages import Receipt as ReceiptMessage
 from protocol.store import Store
 
 
@@ -25,6 +26,7 @@ def collect(session: Session, run: Run, store: Store, identity: Identity, receip
     receipt = require_receipt(session, receipt_id)
     lease = session.get_one(Lease, receipt.lease_id)
     start = session.get_one(Group, session.get_one(Unit, receipt.unit_id).group_id).start_version
+    received_at_ms = ReceiptMessage.from_payload(Envelope.from_bytes(receipt.envelope).payload).received_at_ms
     verdicts = session.scalars(select(Verdict.envelope).where(Verdict.receipt_id == receipt.id).order_by(Verdict.id))
     return Evidence(
         root_public_key=bytes.fromhex(run.root_key),
@@ -34,7 +36,7 @@ def collect(session: Session, run: Run, store: Store, identity: Identity, receip
         commitment=Envelope.from_bytes(receipt.commitment),
         receipt=Envelope.from_bytes(receipt.envelope),
         verdicts=tuple(Envelope.from_bytes(data) for data in verdicts),
-        checkpoints=_checkpoints(session, start, receipt.received_ms),
+        checkpoints=_checkpoints(session, start, received_at_ms),
         bundle=store.get(receipt.object_sha256),
         log=event_log.proof_about(session, receipt.id, run.id, identity),
     )
@@ -55,14 +57,15 @@ def require_receipt(session: Session, receipt_id: str) -> Receipt:
     return receipt
 
 
-def _checkpoints(session: Session, start_version: int, received_ms: int) -> tuple[Envelope, ...]:
-    """Manifests from the last anchor before the start version to the newest one the rollouts can have used."""
+def _checkpoints(session: Session, start_version: int, received_at_ms: int) -> tuple[Envelope, ...]:
+    """Manifests from the last anchor before the start version to the newest one the rollouts can have used.
+
+    By the dates that are signed: a receipt's is never before that of a version that was out, whatever the clock did.
+    """
     anchor = select(func.max(Checkpoint.version)).where(
         Checkpoint.version <= start_version, Checkpoint.anchor_bytes > 0
     )
     first = session.scalar(anchor) or 0
-    query = select(Checkpoint.envelope).where(
-        Checkpoint.version >= first,
-        (Checkpoint.received_ms <= received_ms) | (Checkpoint.version <= start_version),
-    )
+    newest = session.scalar(select(func.max(Checkpoint.version)).where(Checkpoint.published_ms <= received_at_ms)) or 0
+    query = select(Checkpoint.envelope).where(Checkpoint.version.between(first, max(newest, start_version)))
     return tuple(Envelope.from_bytes(data) for data in session.scalars(query.order_by(Checkpoint.version)))
