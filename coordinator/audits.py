@@ -193,6 +193,7 @@ class Audits:
     def _accept(self, session: Session, receipt: Receipt, verdict: Verdict, node: Node, now_ms: int) -> None:
         receipt.rewards = {str(s): r for s, r in zip(verdict.samples, verdict.rewards_micro, strict=True)}
         node.accepted += receipt.rollouts
+        node.uncalibrated = max(0, node.uncalibrated - 1)
         counters.add(session, "rollouts_accepted", receipt.rollouts)
         scrutiny.note_rewards(session, self._run.manifest.audit, receipt, node, now_ms)
         if not receipt.shadow or session.get_one(Lease, receipt.lease_id).replica:
@@ -269,7 +270,8 @@ class Audits:
         counters.add_reason(session, node.id, found)
         event_log.append(session, now_ms, "set-aside", {"receipt_id": receipt.id, "code": found})
         if found == E_UNCALIBRATED:
-            node.drop_streak += 1  # it is given less work, so that it holds nobody up
+            # It is given less work, so that it holds nobody up, until bundles of it pass.
+            node.uncalibrated = min(node.uncalibrated + 1, self._config.max_active_leases.bit_length())
         if found == E_DISAGREE:
             scrutiny.note_disagreement(session, self._run.manifest.audit, node, now_ms)
         if receipt.shadow:

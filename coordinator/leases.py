@@ -129,7 +129,7 @@ class Leases:
 
     def _allowance(self, session: Session, node: Node, now_ms: int) -> int:
         """How many more leases a node may hold; it shrinks while the node drops them or is doubtful again and again."""
-        halvings = node.drop_streak + scrutiny.disagreements(session, node)
+        halvings = node.drop_streak + node.uncalibrated + scrutiny.disagreements(session, node)
         most = max(1, self._config.max_active_leases >> min(halvings, 16))
         spared = RETURNS_SPARED * self._config.max_active_leases - self._returned(session, node, now_ms)
         return min(most, spared) - self._held(session, node)

@@ -320,6 +320,24 @@ def test_an_unlisted_profile_is_audited_every_time_and_never_punished(make_world
     assert [(lease.group, lease.samples) for lease, _ in listed.leases(1)] == [(0, [0, 1])]  # the work is offered on
 
 
+def test_only_passes_release_the_brake_on_a_profile_without_limits(make_world: MakeWorld) -> None:
+    world, _ = trusted(make_world, unknown_profiles=True)
+    node = world.node("new")
+    node.client.register(node.hello(profile="brand-new"))
+
+    def round_of(outcome: str, found: str | None) -> int:
+        leases = node.leases(8)
+        for lease, digest in leases:
+            node.upload(node.bundle(lease))
+            node.client.submit(node.commitment(lease, digest, profile="brand-new"))
+        while world.verifier.judge(outcome, found) is not None:
+            pass
+        return len(leases)
+
+    assert [round_of("inconclusive", E_UNCALIBRATED) for _ in range(5)] == [8, 1, 1, 1, 1]
+    assert [round_of("pass", None) for _ in range(6)] == [1, 1, 2, 8, 8, 8]
+
+
 def test_a_run_that_takes_listed_profiles_only_says_so(world: World) -> None:
     node = world.node()
     with pytest.raises(PeerFault) as caught:
