@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 from sqlalchemy.orm import Session
 
-from coordinator import checkpoints, evidence, invites, status
+from coordinator import attendance, checkpoints, evidence, invites, status
 from coordinator.audits import Audits
 from coordinator.batches import Batches
 from coordinator.checkpoints import Checkpoints
@@ -242,6 +242,7 @@ class Coordinator:
             self.leases.expire(session, now_ms)
             self.epochs.current(session, now_ms)
             self._settle_draws(session, now_ms)
+            attendance.note(session, now_ms)
 
     def _settle_draws(self, session: Session, now_ms: int) -> None:
         """Of a complete run no draw stays secret: whoever takes its log can repeat every one."""
@@ -249,7 +250,11 @@ class Coordinator:
             self.epochs.settle(session, now_ms)
 
     def start(self) -> None:
-        """Begin to sweep now and then."""
+        """Give open leases the time back that the coordinator was away, and begin to sweep now and then."""
+        with self.database.write() as session:
+            now_ms = self.clock.now_ms()
+            self.leases.resume(session, attendance.last(session), now_ms)
+            attendance.note(session, now_ms, at_once=True)
         self._sweeper.start()
 
     def close(self) -> None:
@@ -257,6 +262,11 @@ class Coordinator:
         self._stop.set()
         if self._sweeper.is_alive():
             self._sweeper.join(timeout=10)
+        try:
+            with self.database.write() as session:
+                attendance.note(session, self.clock.now_ms(), at_once=True)
+        except Transient:
+            logger.warning("the end was not written down; leases get a few seconds more", exc_info=True)
         self.database.close()
 
     def _sweep_forever(self) -> None:

@@ -14,8 +14,11 @@ from coordinator.models import Credit, CreditState, Receipt, ReceiptState
 
 
 def pend(session: Session, receipt: Receipt, now_ms: int) -> None:
-    """Promise the tokens of a receipt that passed. A second promise for the same receipt changes nothing."""
-    if session.get(Credit, receipt.id) is None:
+    """Promise the tokens of a receipt that passed, once per node and unit, however often it handed that in."""
+    of_unit = select(Credit.receipt_id).join(Receipt, Receipt.id == Credit.receipt_id).where(
+        Receipt.unit_id == receipt.unit_id, Receipt.node_id == receipt.node_id, Credit.state != CreditState.VOID
+    )
+    if session.get(Credit, receipt.id) is None and session.scalar(of_unit.limit(1)) is None:
         session.add(
             Credit(
                 receipt_id=receipt.id, node_id=receipt.node_id, tokens=receipt.tokens, state=CreditState.PENDING,
