@@ -80,8 +80,12 @@ class Leases:
         twins = [] if shadow else self._replicas.wanted(session, node)
         choose = self._shadow_units if shadow else self._units
         units = choose(session, node, wanted - len(twins), now_ms)
-        leases = [self._grant(session, node, unit, request.nonce, shadow, now_ms) for unit in units]
-        leases += [self._grant(session, node, unit, request.nonce, True, now_ms, replica=True) for unit in twins]
+        for twin in twins:  # among the others: its place must not tell it from them
+            units.insert(next((at for at, unit in enumerate(units) if unit.id > twin.id), len(units)), twin)
+        leases = [
+            self._grant(session, node, unit, request.nonce, shadow or unit in twins, now_ms, replica=unit in twins)
+            for unit in units
+        ]
         why = "" if len(leases) == request.max_leases else self._why(session, node, allowance)
         return LeaseReply(leases=leases, retry_after_ms=0 if leases else RETRY_SOON_MS, why=why)
 

@@ -1,7 +1,8 @@
 """T2': some units are made by a second node as well. Where the two differ, both are looked at.
 
-Which units is drawn when the first node has committed to its rollouts, from the lease's digest under the epoch's key:
-the key is secret while the lease is open, and nothing that a node could see before it hands in depends on the outcome.
+Which units is drawn when the first node has committed to its rollouts, from the lease's digest under the epoch's key
+(in a domain of its own): that is secret while the lease is open, and nothing that a node could see before it hands in
+depends on the outcome.
 A replica is a shadow lease: it never counts for its group, and unlike a drill's it is paid.
 """
 
