@@ -262,12 +262,15 @@ class Coordinator:
         self._stop.set()
         if self._sweeper.is_alive():
             self._sweeper.join(timeout=10)
+            self._note_end()
+        self.database.close()
+
+    def _note_end(self) -> None:
         try:
             with self.database.write() as session:
                 attendance.note(session, self.clock.now_ms(), at_once=True)
         except Transient:
             logger.warning("the end was not written down; leases get a few seconds more", exc_info=True)
-        self.database.close()
 
     def _sweep_forever(self) -> None:
         while not self._stop.wait(self.config.sweep_s):
