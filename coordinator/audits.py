@@ -114,7 +114,9 @@ class Audits:
             ),
         )
         while True:
-            query = select(Receipt).where(ready).order_by(Receipt.available_ms, Receipt.received_ms, Receipt.id)
+            # A review holds work back, so it goes first.
+            order = (Receipt.review.desc(), Receipt.available_ms, Receipt.received_ms, Receipt.id)
+            query = select(Receipt).where(ready).order_by(*order)
             receipt = session.scalars(query.limit(1)).first()
             if receipt is None:
                 return None
@@ -169,7 +171,9 @@ class Audits:
         node = session.get_one(Node, receipt.node_id)
         receipt.state, receipt.decided_ms = ReceiptState.PASS, now_ms
         node.audited_passes += 1 if "T2" in verdict.tiers else 0
-        if not receipt.review:
+        if receipt.review:
+            self._stands(session, receipt, now_ms)
+        else:
             self._accept(session, receipt, verdict, node, now_ms)
         twin = self._replicas.twin(session, receipt) if verdict.diverges else None
         if twin is not None:
@@ -180,9 +184,16 @@ class Audits:
                 review(session, receipt, "replica", now_ms)
         self._weigh(session, receipt, verdict, node, now_ms)
 
+    def _stands(self, session: Session, receipt: Receipt, now_ms: int) -> None:
+        """A review is over and changes nothing: what waited for that is paid, unless the learner is still to use it."""
+        group = session.get_one(Group, session.get_one(Unit, receipt.unit_id).group_id)
+        if receipt.shadow or group.state not in LIVE:
+            ledger.settle(session, [receipt.id], now_ms)
+
     def _accept(self, session: Session, receipt: Receipt, verdict: Verdict, node: Node, now_ms: int) -> None:
         receipt.rewards = {str(s): r for s, r in zip(verdict.samples, verdict.rewards_micro, strict=True)}
         node.accepted += receipt.rollouts
+        node.uncalibrated = max(0, node.uncalibrated - 1)
         counters.add(session, "rollouts_accepted", receipt.rollouts)
         scrutiny.note_rewards(session, self._run.manifest.audit, receipt, node, now_ms)
         if not receipt.shadow or session.get_one(Lease, receipt.lease_id).replica:
@@ -227,6 +238,7 @@ class Audits:
         counters.add(session, "rollouts_rejected", receipt.rollouts)
         counters.add_reason(session, node.id, found)
         drills.note_failure(session, receipt, found, now_ms)
+        ledger.void(session, receipt.id, now_ms)  # a review may come after the pay, and after a ban for something else
         if not receipt.shadow:
             self._groups.reopen(session, session.get_one(Unit, receipt.unit_id))
         reason = next((f"{f.check}: expected {f.expected}, got {f.got}" for f in verdict.findings if not f.ok), found)
@@ -249,6 +261,7 @@ class Audits:
         """
         if receipt.review:
             receipt.state, receipt.decided_ms = ReceiptState.PASS, now_ms
+            self._stands(session, receipt, now_ms)
             return
         node, unit = session.get_one(Node, receipt.node_id), session.get_one(Unit, receipt.unit_id)
         receipt.state, receipt.decided_ms, receipt.code = ReceiptState.ASIDE, now_ms, found
@@ -257,7 +270,8 @@ class Audits:
         counters.add_reason(session, node.id, found)
         event_log.append(session, now_ms, "set-aside", {"receipt_id": receipt.id, "code": found})
         if found == E_UNCALIBRATED:
-            node.drop_streak += 1  # it is given less work, so that it holds nobody up
+            # It is given less work, so that it holds nobody up, until bundles of it pass.
+            node.uncalibrated = min(node.uncalibrated + 1, self._config.max_active_leases.bit_length())
         if found == E_DISAGREE:
             scrutiny.note_disagreement(session, self._run.manifest.audit, node, now_ms)
         if receipt.shadow:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import select
+from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
 from coordinator import counters, event_log, ledger, steering
+from coordinator.config import CoordinatorConfig
 from coordinator.groups import Groups, head_version
-from coordinator.models import Batch, Checkpoint, Group, GroupState, Lease, Receipt, Unit
+from coordinator.models import Batch, Checkpoint, Group, GroupState, Lease, Receipt, ReceiptState, Unit
 from coordinator.replicas import Replicas
 from coordinator.run import Run
 from protocol.api import E_BATCH, Ack, AdmittedGroup, AdmittedSample, BatchReply, TrainedGroup, TrainedSample
@@ -21,15 +22,29 @@ from protocol.messages import BatchGroup, BatchPlan, UpdateReceipt
 class Batches:
     """The learner's side of the books."""
 
-    def __init__(self, run: Run, groups: Groups, replicas: Replicas):
+    def __init__(self, run: Run, groups: Groups, replicas: Replicas, config: CoordinatorConfig):
+        self._hold_ms = config.review_hold_ms
         self._run, self._groups, self._replicas, self._rules = run, groups, replicas, run.manifest.batch
 
-    def admitted(self, session: Session, limit: int) -> list[AdmittedGroup]:
-        """Complete, verified, unconsumed groups within the staleness bound, oldest first."""
+    def admitted(self, session: Session, limit: int, now_ms: int) -> list[AdmittedGroup]:
+        """Complete, verified, unconsumed groups within the staleness bound, oldest first, but those held back.
+
+        A group is held back while one of its bundles is under review, for ``review_hold_ms`` at most: a review that
+        does not come to an end stalls nobody for longer. Each bundle is put under review once.
+        """
         oldest = (head_version(session) or 0) - self._rules.max_lag_versions
-        query = select(Group).where(Group.state == GroupState.ADMITTED, Group.start_version >= oldest)
+        query = select(Group).where(
+            Group.state == GroupState.ADMITTED, Group.start_version >= oldest, Group.id.not_in(self._held(now_ms))
+        )
         groups = session.scalars(query.order_by(Group.id).limit(limit)).all()
         return [_describe(session, group) for group in groups]
+
+    def _held(self, now_ms: int) -> Select[int]:
+        """Groups of which a bundle that counts is under review, and not for too long."""
+        undecided = (ReceiptState.PENDING, ReceiptState.CLAIMED)
+        return select(Unit.group_id).join(Receipt, Receipt.id == Unit.receipt_id).where(
+            Receipt.state.in_(undecided), Receipt.review.is_(True), Receipt.review_ms > now_ms - self._hold_ms
+        )
 
     def plan(self, session: Session, envelope: Envelope, now_ms: int) -> Ack:
         """Consume the groups of a batch and pay for them. The same plan again changes nothing.
@@ -120,6 +135,8 @@ class Batches:
         state = "unknown" if group is None else group.state
         if group is None or state != GroupState.ADMITTED:
             raise PeerFault(E_BATCH, f"group {entry.group} cannot be used", expected="an admitted group", got=state)
+        if session.scalar(self._held(now_ms).where(Unit.group_id == group.id).limit(1)) is not None:
+            raise PeerFault(E_BATCH, f"a bundle of group {entry.group} is under review", expected="an admitted group")
         if group.start_version < plan.parent_version - self._rules.max_lag_versions:
             raise PeerFault(E_BATCH, f"group {entry.group} is too stale", got=group.start_version)
         receipts = [receipt for _, receipt in _verified(session, group)]

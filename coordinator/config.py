@@ -62,6 +62,8 @@ class CoordinatorConfig(Config):
     #: inconclusive verdicts after which a bundle is set aside
     max_claims: Annotated[int, Field(ge=1)] = 8
     #: claims that ran out, or were followed by another, without a verdict, after which a bundle is set aside
+    review_hold_ms: Annotated[int, Field(ge=0)] = 600_000
+    #: how long a group waits at most for the review of one of its bundles; longer, and the learner gets it
     requeue_ms: Annotated[int, Field(ge=0)] = 2_000
     #: wait before an inconclusive bundle is handed out again; doubles each time
     max_clock_skew_ms: Annotated[int, Field(ge=0)] = 3_600_000

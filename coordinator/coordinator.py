@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 from sqlalchemy.orm import Session
 
-from coordinator import checkpoints, evidence, invites, status
+from coordinator import attendance, checkpoints, evidence, invites, status
 from coordinator.audits import Audits
 from coordinator.batches import Batches
 from coordinator.checkpoints import Checkpoints
@@ -76,7 +76,7 @@ class Coordinator:
         self.submissions = Submissions(run, keyring.identity, self.registry, self.epochs, self.replicas)
         self.discipline = Discipline(self.groups)
         self.audits = Audits(run, self.groups, self.discipline, self.replicas, config)
-        self.batches = Batches(run, self.groups, self.replicas)
+        self.batches = Batches(run, self.groups, self.replicas, config)
         self.screens = Screens(run)
         self.checkpoints = Checkpoints(run, self.groups)
         self.uploads = Uploads(store, keyring.upload_secret, config)
@@ -203,9 +203,10 @@ class Coordinator:
     def admitted(self, envelope: Envelope) -> list[AdmittedGroup]:
         """``POST /v1/admitted``."""
         request = self.run.from_learner(envelope, AdmittedRequest)
-        self.registry.check_date(request.issued_at_ms, self.clock.now_ms())
+        now_ms = self.clock.now_ms()
+        self.registry.check_date(request.issued_at_ms, now_ms)
         with self.database.read() as session:
-            return self.batches.admitted(session, request.limit)
+            return self.batches.admitted(session, request.limit, now_ms)
 
     def batch(self, version: int) -> BatchReply:
         """``GET /v1/batches/{version}``."""
@@ -247,6 +248,7 @@ class Coordinator:
             self.leases.expire(session, now_ms)
             self.epochs.current(session, now_ms)
             self._settle_draws(session, now_ms)
+            attendance.note(session, now_ms)
         self.loose.sweep(now_ms)  # last: a store that fails stops nothing else
 
     def _settle_draws(self, session: Session, now_ms: int) -> None:
@@ -255,7 +257,11 @@ class Coordinator:
             self.epochs.settle(session, now_ms)
 
     def start(self) -> None:
-        """Begin to sweep now and then."""
+        """Give open leases the time back that the coordinator was away, and begin to sweep now and then."""
+        with self.database.write() as session:
+            now_ms = self.clock.now_ms()
+            self.leases.resume(session, attendance.last(session), now_ms)
+            attendance.note(session, now_ms, at_once=True)
         self._sweeper.start()
 
     def close(self) -> None:
@@ -263,7 +269,15 @@ class Coordinator:
         self._stop.set()
         if self._sweeper.is_alive():
             self._sweeper.join(timeout=10)
+            self._note_end()
         self.database.close()
+
+    def _note_end(self) -> None:
+        try:
+            with self.database.write() as session:
+                attendance.note(session, self.clock.now_ms(), at_once=True)
+        except Transient:
+            logger.warning("the end was not written down; leases get a few seconds more", exc_info=True)
 
     def _sweep_forever(self) -> None:
         while not self._stop.wait(self.config.sweep_s):

@@ -74,7 +74,8 @@ def draws_of(session: Session, epoch: int, first: int, limit: int) -> list[dict[
     rows = session.scalars(query.offset(first).limit(limit))
     return [
         {
-            "receipt_id": row.id, "receipt_sha256": row.sha256, "rate_ppm": row.rate_ppm,
+            "receipt_id": row.id, "receipt_sha256": row.sha256, "commitment_sha256": row.commitment_sha256,
+            "rate_ppm": row.rate_ppm,
             "drawn": row.drawn if ended is not None and ended.ended_ms is not None else None,
         }
         for row in rows

@@ -40,6 +40,8 @@ RETRY_LATER_MS: Final = 1000
 KEPT_FOR_OTHERS_MS: Final = 5_000
 #: How often a node may give back all leases that it may hold, within the time of a lease.
 RETURNS_SPARED: Final = 4
+#: Time that a lease has at least after the coordinator was away.
+RESUME_MS: Final = 30_000
 #: ``why`` of a finished run; nodes exit when they read it.
 RUN_COMPLETE: Final = "run complete"
 
@@ -78,8 +80,12 @@ class Leases:
         twins = [] if shadow else self._replicas.wanted(session, node)
         choose = self._shadow_units if shadow else self._units
         units = choose(session, node, wanted - len(twins), now_ms)
-        leases = [self._grant(session, node, unit, request.nonce, shadow, now_ms) for unit in units]
-        leases += [self._grant(session, node, unit, request.nonce, True, now_ms, replica=True) for unit in twins]
+        for twin in twins:  # among the others: its place must not tell it from them
+            units.insert(next((at for at, unit in enumerate(units) if unit.id > twin.id), len(units)), twin)
+        leases = [
+            self._grant(session, node, unit, request.nonce, shadow or unit in twins, now_ms, replica=unit in twins)
+            for unit in units
+        ]
         why = "" if len(leases) == request.max_leases else self._why(session, node, allowance)
         return LeaseReply(leases=leases, retry_after_ms=0 if leases else RETRY_SOON_MS, why=why)
 
@@ -117,6 +123,24 @@ class Leases:
             event_log.append(session, now_ms, "leases-expired", {"leases": [lease.id for lease in rows]})
         return len(rows)
 
+    def resume(self, session: Session, served_ms: int | None, now_ms: int) -> int:
+        """Give leases that were open when the coordinator last served back the time that it was away; how many.
+
+        What was left of them then is left now, and a moment at least: their nodes have to notice that it is back.
+        """
+        if served_ms is None or now_ms <= served_ms:
+            return 0
+        most = self._run.manifest.batch.lease_ms
+        still_open = select(Lease).where(Lease.state == LeaseState.ACTIVE, Lease.deadline_ms >= served_ms)
+        rows = session.scalars(still_open).all()
+        for lease in rows:
+            left_ms = max(lease.deadline_ms - served_ms, RESUME_MS)
+            lease.deadline_ms = max(lease.deadline_ms, now_ms + min(left_ms, most))
+        if rows:
+            body = {"leases": [lease.id for lease in rows], "served_ms": served_ms}
+            event_log.append(session, now_ms, "leases-resumed", body)
+        return len(rows)
+
     def _free(self, session: Session, lease: Lease) -> None:
         unit = session.get_one(Unit, lease.unit_id)
         if not lease.shadow and unit.lease_id == lease.id and unit.state == UnitState.LEASED:
@@ -129,7 +153,7 @@ class Leases:
 
     def _allowance(self, session: Session, node: Node, now_ms: int) -> int:
         """How many more leases a node may hold; it shrinks while the node drops them or is doubtful again and again."""
-        halvings = node.drop_streak + scrutiny.disagreements(session, node)
+        halvings = node.drop_streak + node.uncalibrated + scrutiny.disagreements(session, node)
         most = max(1, self._config.max_active_leases >> min(halvings, 16))
         spared = RETURNS_SPARED * self._config.max_active_leases - self._returned(session, node, now_ms)
         return min(most, spared) - self._held(session, node)
@@ -147,7 +171,8 @@ class Leases:
         While it has peers, a node is compared with them in every group (``coordinator.steering``): units of groups in
         which it has a part come last, after a moment in which others may take them, or after twice the time of a lease
         once it gave one of them back. So no node holds whole groups that it could do as it likes with. A unit whose
-        bundle could not be judged is kept for others for as long.
+        bundle could not be judged is kept for others for as long, and one that it makes or made a replica of for good:
+        the two would be compared with nothing.
         """
         peers, patience = self._has_peers(session, node, now_ms), 2 * self._run.manifest.batch.lease_ms
         query = (
@@ -157,7 +182,9 @@ class Leases:
             .order_by(Unit.id)
         )
         if peers:
-            query = query.where(Unit.id.not_in(_unjudged(node, since_ms=now_ms - patience)))
+            query = query.where(
+                Unit.id.not_in(_unjudged(node, since_ms=now_ms - patience)), Unit.id.not_in(_shadowed(node))
+            )
         if not (self._config.share_groups and peers):
             units = list(session.scalars(query.limit(wanted)))
             return units + self._new_units(session, node, wanted - len(units), now_ms, shared=False)
@@ -258,3 +285,9 @@ def _unjudged(node: Node, *, since_ms: int) -> Select[int]:
     """Units of which a node's bundle was set aside lately."""
     aside = (Receipt.node_id == node.id, Receipt.state == ReceiptState.ASIDE, Receipt.decided_ms > since_ms)
     return select(Receipt.unit_id).where(*aside)
+
+
+def _shadowed(node: Node) -> Select[int]:
+    """Units of which a node holds a replica, or has handed one in."""
+    made = (LeaseState.ACTIVE, LeaseState.SUBMITTED)
+    return select(Lease.unit_id).where(Lease.node_id == node.id, Lease.shadow.is_(True), Lease.state.in_(made))

@@ -131,6 +131,7 @@ class Node(Base):
     worse_milli: Mapped[int] = mapped_column(default=0)  #: how much worse than its peers' they are, 1e-3 nats
     shorter_milli: Mapped[int] = mapped_column(default=0)  #: how much shorter they are, 1e-3 nats
     pinned_ms: Mapped[int | None]  #: since when its leases are pinned to one version, for that
+    uncalibrated: Mapped[int] = mapped_column(default=0)  #: bundles beyond all known limits, less those that passed
 
 
 class NodeReason(Base):
@@ -259,6 +260,7 @@ class Receipt(Base):
     claim_nonce: Mapped[str | None]
     inconclusive: Mapped[int] = mapped_column(default=0)  #: verdicts of that kind so far
     review: Mapped[bool] = mapped_column(default=False)  #: passed once, and looked at again because of an outlier
+    review_ms: Mapped[int | None]  #: since when
     rewards: Mapped[dict[str, Any] | None]  #: sample index -> reward in 1e-6, once passed
     decided_ms: Mapped[int | None]
     __table_args__ = (

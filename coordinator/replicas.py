@@ -1,15 +1,17 @@
 """T2': some units are made by a second node as well. Where the two differ, both are looked at.
 
-Which units is drawn when the first node has committed to its rollouts, from the lease's digest under the epoch's key:
-the key is secret while the lease is open, and nothing that a node could see before it hands in depends on the outcome.
+Which units is drawn when the first node has committed to its rollouts, from the lease's digest under the epoch's key
+(in a domain of its own): that is secret while the lease is open, and nothing that a node could see before it hands in
+depends on the outcome.
 A replica is a shadow lease: it never counts for its group, and unlike a drill's it is paid.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
-from sqlalchemy import and_, exists, or_, select
+from sqlalchemy import ColumnElement, and_, exists, or_, select
 from sqlalchemy.orm import Session, aliased
 
 from coordinator.groups import head_version
@@ -33,7 +35,7 @@ class Replicas:
 
     def draw(self, unit: Unit, lease_sha256: str, epoch: Epoch) -> None:
         """Decide whether a unit that was just handed in is made by a second node too."""
-        unit.replicate = audit_draw.is_drawn(epoch.key, lease_sha256, self._rate_ppm)
+        unit.replicate = audit_draw.is_replicated(epoch.key, lease_sha256, self._rate_ppm)
 
     def wanted(self, session: Session, node: Node) -> list[Unit]:
         """At most one unit that this node may make as the second: another's, and nobody's replica yet.
@@ -59,6 +61,29 @@ class Replicas:
             .limit(1)
         )
         return list(session.scalars(query))
+
+    def alone(self, session: Session) -> ColumnElement[bool]:
+        """Whether a replica's lease (joined with its unit) that ran out could still be of use.
+
+        Nobody else holds a replica of the unit or has handed one in, nor does its node the unit itself. So what comes
+        late is taken as it is for any lease, and being refused tells nobody that it was a replica's.
+        """
+        other = aliased(Lease)
+        taken = exists().where(
+            other.unit_id == Lease.unit_id, other.id != Lease.id,
+            other.state.in_((LeaseState.ACTIVE, LeaseState.SUBMITTED)),
+            or_(other.replica.is_(True), other.node_id == Lease.node_id),
+        )
+        fresh = select(Group.id).where(
+            Group.state != GroupState.CANCELLED, Group.start_version >= self._oldest(session)
+        )
+        return and_(
+            Lease.replica.is_(True), Unit.replicate.is_(True), Unit.state.in_(_MADE), Unit.group_id.in_(fresh), ~taken
+        )
+
+    def hides(self, session: Session, units: Iterable[Unit]) -> bool:
+        """Whether how a group stands would tell, of one of these units, that its lease is a replica's."""
+        return self._rate_ppm > 0 and any(self.may_be_made(session, unit) for unit in units)
 
     def may_be_made(self, session: Session, unit: Unit, besides: str = "") -> bool:
         """Whether a node other than ``besides`` holds a unit or may yet be given it, so that it could hand in a copy.

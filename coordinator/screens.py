@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import event_log, scrutiny
+from coordinator import event_log, ledger, scrutiny
 from coordinator.models import Node, Receipt, ReceiptState
 from coordinator.models import Screen as ScreenRow
 from coordinator.run import Run
@@ -65,9 +65,14 @@ class Screens:
 
 
 def review(session: Session, receipt: Receipt, why: str, now_ms: int) -> None:
-    """Put a bundle that passed without a recomputation back into the queue, to be recomputed once."""
+    """Put a bundle that passed without a recomputation back into the queue, to be recomputed once.
+
+    Until that is over its credit is pending, also what was paid, and its group is held back from the learner
+    (:meth:`coordinator.batches.Batches.admitted`).
+    """
     if receipt.state == ReceiptState.PASS and not receipt.drawn and not receipt.review:
         receipt.state, receipt.review, receipt.available_ms = ReceiptState.PENDING, True, now_ms
-        receipt.claims, receipt.inconclusive, receipt.claimed_by = 0, 0, None
+        receipt.claims, receipt.inconclusive, receipt.claimed_by, receipt.review_ms = 0, 0, None, now_ms
+        ledger.reclaim(session, receipt.id, now_ms)
         body = {"receipt_id": receipt.id, "node_id": receipt.node_id, "why": why}
         event_log.append(session, now_ms, "review", body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
-from sqlalchemy import and_, func, or_, select
+from sqlalchemy import ColumnElement, and_, func, or_, select
 from sqlalchemy.orm import Session
 
 from coordinator import counters, event_log, scrutiny
@@ -63,7 +63,6 @@ class Submissions:
         if earlier is not None:
             return _same_again(earlier, commitment)
         unit = session.get_one(Unit, lease.unit_id)
-        _check_lease_is_open(lease, unit, now_ms)
         self._check_matches(commitment, lease, node)
         _check_checkpoints(session, commitment, session.get_one(Group, unit.group_id).start_version)
         if stored_bytes is None:
@@ -73,6 +72,8 @@ class Submissions:
             )
         if stored_bytes != commitment.object_bytes:
             raise _mismatch("object_bytes", stored_bytes, commitment.object_bytes)
+        # Last: how a lease stands once it ran out tells what it was of, and is told to whoever hands in work.
+        self._check_lease_is_open(session, lease, unit, now_ms)
         return self._accept(session, envelope, commitment, lease, unit, node, now_ms)
 
     def may_upload(self, session: Session, node: Node) -> int:
@@ -83,12 +84,8 @@ class Submissions:
                 ``E_SECOND_COMMITMENT``, ``E_LEASE_EXPIRED`` or ``E_LEASE_CLOSED``.
         """
         mine = Lease.node_id == node.id
-        still_its_own = and_(
-            Lease.state == LeaseState.EXPIRED, Lease.shadow.is_(False), Unit.state == UnitState.OPEN,
-            Unit.lease_id == Lease.id,
-        )
         count = select(func.count()).select_from(Lease).join(Unit, Unit.id == Lease.unit_id)
-        found = session.scalar(count.where(mine, or_(Lease.state == LeaseState.ACTIVE, still_its_own)))
+        found = session.scalar(count.where(mine, or_(Lease.state == LeaseState.ACTIVE, self._late(session))))
         if found:
             return found
         newest = session.scalar(select(Lease).where(mine).order_by(Lease.issued_ms.desc()).limit(1))
@@ -97,6 +94,25 @@ class Submissions:
             _NO_UPLOAD.get(state, E_LEASE_CLOSED), "an upload needs a lease that is open", expected="an active lease",
             got=f"newest lease: {state}",
         )
+
+    def _late(self, session: Session) -> ColumnElement[bool]:
+        """Whether a lease (joined with its unit) ran out, but nobody else has or has handed in what it was of."""
+        alone = and_(Lease.shadow.is_(False), Unit.state == UnitState.OPEN)
+        return and_(Lease.state == LeaseState.EXPIRED, or_(alone, self._replicas.alone(session)))
+
+    def _check_lease_is_open(self, session: Session, lease: Lease, unit: Unit, now_ms: int) -> None:
+        if lease.state in (LeaseState.RETURNED, LeaseState.CANCELLED):
+            raise PeerFault(E_LEASE_CLOSED, "the lease is over", expected="an active lease", got=lease.state)
+        if lease.state != LeaseState.EXPIRED:
+            return
+        if unit.state == UnitState.CANCELLED:
+            raise PeerFault(E_LEASE_CLOSED, "the unit was cancelled", expected="an active lease", got=unit.state)
+        late = select(Lease.id).join(Unit, Unit.id == Lease.unit_id).where(Lease.id == lease.id, self._late(session))
+        if session.scalar(late) is None:
+            raise PeerFault(
+                E_LEASE_EXPIRED, "the unit went to somebody else", expected=f"a submission by {lease.deadline_ms}",
+                got=now_ms,
+            )
 
     def _accept(
         self, session: Session, envelope: Envelope, commitment: Commitment, lease: Lease, unit: Unit, node: Node,
@@ -117,7 +133,7 @@ class Submissions:
                 shadow=lease.shadow, envelope=receipt.to_bytes(), commitment=envelope.to_bytes(),
                 commitment_sha256=envelope.digest, bundle_root=commitment.bundle_root,
                 object_sha256=commitment.object_sha256, rollouts=commitment.rollouts, tokens=commitment.tokens,
-                epoch=epoch.id, rate_ppm=rate_ppm, drawn=audit_draw.is_drawn(epoch.key, receipt.digest, rate_ppm),
+                epoch=epoch.id, rate_ppm=rate_ppm, drawn=audit_draw.is_drawn(epoch.key, envelope.digest, rate_ppm),
                 received_ms=now_ms, state=ReceiptState.PENDING, available_ms=now_ms,
             )
         )
@@ -134,8 +150,8 @@ class Submissions:
         event_log.append(
             session, now_ms, "submitted",
             {
-                "receipt_id": message.receipt_id, "sha256": receipt.digest, "node_id": node.id, "epoch": epoch.id,
-                "rate_ppm": rate_ppm,
+                "receipt_id": message.receipt_id, "sha256": receipt.digest, "commitment_sha256": envelope.digest,
+                "node_id": node.id, "epoch": epoch.id, "rate_ppm": rate_ppm,
             },
         )
         return SubmitReply(receipt=receipt, duplicate=False)
@@ -159,19 +175,6 @@ def _same_again(earlier: Receipt, commitment: Commitment) -> SubmitReply:
             got=commitment.bundle_root,
         )
     return SubmitReply(receipt=Envelope.from_bytes(earlier.envelope), duplicate=True)
-
-
-def _check_lease_is_open(lease: Lease, unit: Unit, now_ms: int) -> None:
-    if lease.state in (LeaseState.RETURNED, LeaseState.CANCELLED):
-        raise PeerFault(E_LEASE_CLOSED, "the lease is over", expected="an active lease", got=lease.state)
-    if lease.state == LeaseState.EXPIRED:
-        if unit.state == UnitState.CANCELLED:
-            raise PeerFault(E_LEASE_CLOSED, "the unit was cancelled", expected="an active lease", got=unit.state)
-        if lease.shadow or unit.state != UnitState.OPEN or unit.lease_id != lease.id:
-            raise PeerFault(
-                E_LEASE_EXPIRED, "the unit went to somebody else", expected=f"a submission by {lease.deadline_ms}",
-                got=now_ms,
-            )
 
 
 def _check_checkpoints(session: Session, commitment: Commitment, start_version: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.models import Receipt
+from coordinator.models import Receipt, ReceiptState
 from protocol.api import E_VERDICT
 from protocol.errors import E_WRONG_KEY, PeerFault
 from protocol.messages import Verdict
@@ -26,6 +26,13 @@ def check_verdict(verdict: Verdict, verifier_id: str, receipt: Receipt, samples:
         )
     if (verdict.outcome == "pass") != (verdict.code is None):
         raise _contradiction("a code exactly when the outcome is not pass", verdict.outcome, verdict.code)
+    undecided = receipt.state in (ReceiptState.PENDING, ReceiptState.CLAIMED)
+    recomputed = [tier for tier in verdict.tiers if tier in ("T2", "T3")]
+    if undecided and recomputed and not (receipt.drawn or receipt.review):
+        # Trust is counted in recomputations, so nobody is lent any by a verifier that likes it; and a log that told of
+        # one would read as if the coordinator had asked for it. A verdict that decides nothing is kept as it is.
+        rule = "no recomputation of a bundle that is neither drawn nor under review"
+        raise _contradiction(rule, "T0, T1", ", ".join(verdict.tiers))
     if verdict.outcome == "pass":
         _check_pass(verdict, receipt, samples)
     elif verdict.scores:

@@ -12,6 +12,9 @@ from typing import Final
 from protocol.messages import AuditPolicy
 
 _PPM: Final = 1_000_000
+#: What is drawn: no draw says anything about the other.
+_AUDIT: Final = b"assay.draw.audit.v1\0"
+_REPLICA: Final = b"assay.draw.replica.v1\0"
 
 
 def audit_rate_ppm(policy: AuditPolicy, audited_passes: int) -> int:
@@ -25,9 +28,26 @@ def audit_rate_ppm(policy: AuditPolicy, audited_passes: int) -> int:
     return max(policy.floor_ppm, rate)
 
 
-def is_drawn(key: bytes, receipt_sha256: str, rate_ppm: int) -> bool:
-    """HMAC-SHA256(key, receipt digest) as a big-endian fraction of 2^64, below the rate."""
-    mac = hmac.digest(key, bytes.fromhex(receipt_sha256), hashlib.sha256)
+def is_drawn(key: bytes, commitment_sha256: str, rate_ppm: int) -> bool:
+    """Whether a bundle is recomputed.
+
+    Args:
+        key: of the epoch, 32 bytes.
+        commitment_sha256: digest of the commitment's payload: its node signed that without the key, and whoever has
+            the key cannot change it. (A receipt is dated by who has the key.)
+        rate_ppm: chance, 1e-6.
+    """
+    return _below(key, _AUDIT, commitment_sha256, rate_ppm)
+
+
+def is_replicated(key: bytes, lease_sha256: str, rate_ppm: int) -> bool:
+    """Whether the unit of a lease (digest of its payload) is made by a second node too; as :func:`is_drawn`."""
+    return _below(key, _REPLICA, lease_sha256, rate_ppm)
+
+
+def _below(key: bytes, domain: bytes, sha256: str, rate_ppm: int) -> bool:
+    """HMAC-SHA256(key, domain | digest) as a big-endian fraction of 2^64, below the rate."""
+    mac = hmac.digest(key, domain + bytes.fromhex(sha256), hashlib.sha256)
     return int.from_bytes(mac[:8], "big") * _PPM < rate_ppm << 64
 
 

@@ -206,13 +206,15 @@ def _revealed(walk: _Walk, entry: LogEntry) -> None:
 
 def _submitted(walk: _Walk, entry: LogEntry) -> None:
     body = entry.body
-    if body["receipt_id"] in walk.receipts or body["sha256"] in walk.digests:
-        walk.disorder(entry, "each receipt once", f"receipt {body['receipt_id']} again")
+    names = {body["sha256"], body["commitment_sha256"]}
+    if body["receipt_id"] in walk.receipts or names & walk.digests:
+        walk.disorder(entry, "each receipt and each commitment once", f"receipt {body['receipt_id']} again")
         return
-    walk.digests.add(body["sha256"])
+    walk.digests |= names
     expected = walk.trust.expected_ppm(body["node_id"], entry.at_ms)
     receipt = DrawnReceipt(
-        body["receipt_id"], body["sha256"], body["node_id"], body["epoch"], body["rate_ppm"], entry.index
+        body["receipt_id"], body["sha256"], body["commitment_sha256"], body["node_id"], body["epoch"],
+        body["rate_ppm"], entry.index,
     )
     walk.receipts[receipt.receipt_id] = receipt
     walk.counts.receipts += 1
@@ -340,7 +342,7 @@ def _settle(walk: _Walk) -> None:
             walk.counts.secret += 1
             walk.counts.recomputed_secret += receipt.recomputed
             continue
-        drawn = is_drawn(epoch.key, receipt.sha256, receipt.rate_ppm)
+        drawn = is_drawn(epoch.key, receipt.commitment_sha256, receipt.rate_ppm)
         count(walk.counts, receipt, drawn=drawn)
         if drawn and receipt.passed_without_t2:
             walk.problem(E_DRAW_SKIPPED, _about(receipt), "T2 before it passed", "a pass without T2")

@@ -53,6 +53,7 @@ class DrawnReceipt:
 
     receipt_id: str
     sha256: str
+    commitment_sha256: str  #: what is drawn
     node_id: str
     epoch: int
     rate_ppm: int

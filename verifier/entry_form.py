@@ -51,7 +51,8 @@ _FIELDS: Final[Mapping[str, Mapping[str, _Form]]] = {
     "node-registered": {"node_id": _DIGEST, "profile": _TEXT},
     "profile-changed": {"node_id": _DIGEST, "profile": _TEXT},
     "submitted": {
-        "receipt_id": _TEXT, "sha256": _DIGEST, "node_id": _DIGEST, "epoch": _NUMBER, "rate_ppm": _NUMBER,
+        "receipt_id": _TEXT, "sha256": _DIGEST, "commitment_sha256": _DIGEST, "node_id": _DIGEST, "epoch": _NUMBER,
+        "rate_ppm": _NUMBER,
     },
     "verdict": {
         "receipt_id": _TEXT, "sha256": _DIGEST, "verifier_id": _TEXT, "outcome": _OUTCOME, "code": _TEXT_OR_NONE,

@@ -86,7 +86,8 @@ def _unsigned(entry: LogEntry) -> PeerFault:
 def _submitted(proof: LogProof, receipt: Envelope, node_public_key: bytes) -> LogEntry:
     message = Receipt.from_payload(receipt.payload)
     return _agreed(proof, "submitted", receipt.digest, {
-        "receipt_id": message.receipt_id, "node_id": key_id(node_public_key), "epoch": message.epoch,
+        "receipt_id": message.receipt_id, "commitment_sha256": message.commitment_sha256,
+        "node_id": key_id(node_public_key), "epoch": message.epoch,
     })
 
 

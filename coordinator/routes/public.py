@@ -107,18 +107,19 @@ def node(desk: Desk, node_id: str) -> dict[str, Any]:
 def receipt(desk: Desk, receipt_id: str) -> dict[str, Any]:
     """A receipt with its commitment, its lease and the verdicts on it.
 
-    Receipt and commitment name the bundle: they are null, and ``withheld`` true, while somebody could hand in a copy.
+    Receipt and commitment name the bundle, the lease its unit: they are null, and ``withheld`` true, while somebody
+    could hand in a copy.
     """
     with desk.database.read() as session:
         row = require_receipt(session, receipt_id)
         epoch = session.get_one(Epoch, row.epoch)
         verdicts = session.scalars(select(Verdict.envelope).where(Verdict.receipt_id == row.id).order_by(Verdict.id))
-        withheld = desk.replicas.withheld(session, row)
+        withheld, lease = desk.replicas.withheld(session, row), session.get_one(Lease, row.lease_id)
         return _receipt_summary(row) | {
             "withheld": withheld,
             "receipt": None if withheld else Envelope.from_bytes(row.envelope).to_dict(),
             "commitment": None if withheld else Envelope.from_bytes(row.commitment).to_dict(),
-            "lease": Envelope.from_bytes(session.get_one(Lease, row.lease_id).envelope).to_dict(),
+            "lease": None if withheld else Envelope.from_bytes(lease.envelope).to_dict(),
             "verdicts": [Envelope.from_bytes(data).to_dict() for data in verdicts],
             "rate_ppm": row.rate_ppm,
             "drawn": row.drawn if epoch.ended_ms is not None else None,
@@ -139,20 +140,30 @@ async def evidence(desk: Desk, receipt_id: str) -> Response:
 
 @router.get("/v1/groups/{group}", tags=["public"])
 def group(desk: Desk, group: Number) -> dict[str, Any]:
-    """A group and how its units stand. Whether a lease is a shadow is null while somebody may still make its unit."""
+    """A group and how its units stand.
+
+    While somebody may still make a unit, whether a lease is a shadow is null, and so is what would tell it: how that
+    unit stands and, in a run with replicas, how the group does.
+    """
     with desk.database.read() as session:
         row = session.get(Group, group)
         if row is None:
             raise LocalFault(E_NOT_FOUND, "no such group", got=group)
         units = session.scalars(select(Unit).where(Unit.group_id == group).order_by(Unit.id)).all()
         open_units = {unit.id for unit in units if desk.replicas.may_be_made(session, unit)}
+        hidden = desk.replicas.hides(session, units)
         leases = session.scalars(select(Lease).where(Lease.unit_id.in_([unit.id for unit in units])))
         return {
-            "group": row.id, "environment": row.environment, "state": row.state, "cause": row.cause,
-            "start_version": row.start_version, "beacon": row.beacon, "consumed_version": row.consumed_version,
+            "group": row.id, "environment": row.environment, "state": None if hidden else row.state,
+            "cause": row.cause, "start_version": row.start_version, "beacon": row.beacon,
+            "consumed_version": None if hidden else row.consumed_version,
             "prompt_tokens": row.prompt_tokens, "prompt_sha256": row.prompt_sha256,
             "units": [
-                {"samples": unit.samples, "state": unit.state, "receipt_id": unit.receipt_id} for unit in units
+                {
+                    "samples": unit.samples, "state": None if unit.id in open_units else unit.state,
+                    "receipt_id": None if unit.id in open_units else unit.receipt_id,
+                }
+                for unit in units
             ],
             "leases": [
                 {

@@ -55,7 +55,7 @@ def logged(
         "invited": {},
         "submitted": {
             "receipt_id": receipt.receipt_id, "sha256": submission.receipt.digest, "node_id": receipt.node_id,
-            "epoch": receipt.epoch, "rate_ppm": 1_000_000,
+            "commitment_sha256": receipt.commitment_sha256, "epoch": receipt.epoch, "rate_ppm": 1_000_000,
         },
         "verdict": {
             "receipt_id": receipt.receipt_id, "sha256": envelope.digest, "verifier_id": said.verifier_id,

@@ -6,7 +6,7 @@ tree as it is, unless a format was changed on purpose.
 
 from __future__ import annotations
 
-from tests.vectors import make_bundle, make_log, make_messages, make_packed, make_sampler
+from tests.vectors import make_bundle, make_draw, make_log, make_messages, make_packed, make_sampler
 
 if __name__ == "__main__":
     make_sampler.make()
@@ -14,3 +14,4 @@ if __name__ == "__main__":
     make_packed.make()
     make_messages.make()
     make_log.make()
+    make_draw.make()

@@ -23,4 +23,5 @@ def write(folder: str, name: str, value: dict[str, Any]) -> None:
 ORIGIN = {
     "sampler": "sampler", "rollout-bundle": "bundle", "packed-bundle": "packed", "merkle": "bundle",
     "canonical-json": "messages", "envelope": "messages", "messages": "messages", "log": "log",
+    "audit-draw": "draw",
 }

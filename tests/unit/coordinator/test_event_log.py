@@ -55,7 +55,7 @@ def test_everything_that_happens_is_under_the_signed_head(busy: World) -> None:
         "invited", "node-registered", "checkpoint", "head", "leased", "epoch-began", "submitted", "verdict", "banned",
     }
     submitted = next(entry for entry in entries if entry.kind == "submitted")
-    assert set(submitted.body) == {"receipt_id", "sha256", "node_id", "epoch", "rate_ppm"}
+    assert set(submitted.body) == {"receipt_id", "sha256", "commitment_sha256", "node_id", "epoch", "rate_ppm"}
     with busy.coordinator.database.read() as session:
         about = event_log.about(session, submitted.body["receipt_id"])
     assert about == [entry for entry in entries if entry.body.get("receipt_id") == submitted.body["receipt_id"]]

@@ -2,10 +2,20 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.app import create_app
 from protocol.errors import PeerFault
 from protocol.messages import Lease, LeaseReturn
-from tests.fakes.coordinator import RUN_ID, World
+from tests.fakes.coordinator import RUN_ID, FakeNode, FakePrompts, World
 from tests.unit.coordinator.conftest import MakeWorld
+
+
+def give_back(world: World, node: FakeNode, lease: Lease) -> None:
+    node.client.return_leases(
+        LeaseReturn(
+            run_id=RUN_ID, node_id=node.key.id, lease_ids=[lease.lease_id], reason="none",
+            issued_at_ms=world.clock.now_ms(),
+        )
+    )
 
 
 def code_of(caught: pytest.ExceptionInfo[PeerFault]) -> str:
@@ -124,6 +134,75 @@ def test_a_late_submission_is_refused_once_the_unit_is_leased_again(world: World
     with pytest.raises(PeerFault) as caught:
         slow.finish(lease, digest)
     assert code_of(caught) == "E_LEASE_EXPIRED"
+
+
+def test_late_work_is_taken_while_nobody_holds_the_unit_whoever_held_it_meanwhile(world: World) -> None:
+    slow, quick = world.node("slow").join(), world.node("quick").join()
+    [(lease, digest)] = slow.leases(1)
+    world.clock.advance(61)
+    [(again, _)] = quick.leases(1)
+    assert (again.group, again.samples) == (lease.group, lease.samples)
+    give_back(world, quick, again)
+    assert slow.finish(lease, digest).duplicate is False
+    assert world.node_row(slow)["dropped"] == 0
+
+
+# -- while the coordinator is away -------------------------------------------------------------------------------------
+
+
+def away(world: World, seconds: float) -> None:
+    world.transport.stop()
+    world.clock.advance(seconds)
+    world.transport.start(create_app(world.config, clock=world.clock, store=world.store, prompts=FakePrompts()))
+
+
+@pytest.mark.parametrize("seconds", [65, 100_000])
+def test_nobody_is_late_for_a_coordinator_that_is_away(make_world: MakeWorld, seconds: int) -> None:
+    world = make_world(config={"share_groups": False})
+    world.publish()
+    node, other = world.node().join(), world.node("other").join()
+    held = node.leases(4)
+    world.clock.advance(50)
+    away(world, seconds)
+    taken = {(lease.group, tuple(lease.samples)) for lease, _ in other.leases(8)}
+    assert not taken & {(lease.group, tuple(lease.samples)) for lease, _ in held}
+    world.clock.advance(29)  # ten seconds were left of them: a moment is given
+    for lease, digest in held[:3]:
+        node.finish(lease, digest)
+    row = world.node_row(node)
+    assert (row["dropped"], row["forfeited"]) == (0, 0)
+    world.clock.advance(2)
+    other.ask()
+    assert world.node_row(node)["dropped"] == 1  # no longer than that
+
+
+def test_what_had_run_out_before_stays_out_and_nothing_lasts_longer_than_a_lease(world: World) -> None:
+    node = world.node().join()
+    node.leases(1)
+    world.clock.advance(61)
+    node.leases(1)
+    world.clock.jump(-30)
+    away(world, 1)  # by a clock that was set back: what is left is longer than a lease
+    away(world, 10_000_000)
+    world.clock.advance(59)
+    world.coordinator.sweep()
+    assert world.node_row(node)["dropped"] == 1
+    world.clock.advance(2)
+    world.coordinator.sweep()
+    assert world.node_row(node)["dropped"] == 2
+
+
+def test_it_knows_when_it_served_last_though_it_was_killed(world: World) -> None:
+    node = world.node().join()
+    [(lease, digest)] = node.leases(1)
+    for _ in range(50):
+        world.clock.advance(1)
+        world.coordinator.sweep()
+    world.coordinator.close = lambda: None  # type: ignore[method-assign]
+    away(world, 300)
+    world.clock.advance(25)
+    assert node.finish(lease, digest).duplicate is False
+    assert world.node_row(node)["dropped"] == 0
 
 
 def test_returned_leases_are_offered_again_and_closed_for_the_giver(world: World) -> None:

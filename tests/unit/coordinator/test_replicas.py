@@ -9,9 +9,9 @@ import pytest
 from coordinator import event_log
 from coordinator.models import Epoch, Node, Receipt, Unit
 from protocol.api import E_WITHHELD
-from protocol.audit_draw import is_drawn
+from protocol.audit_draw import is_replicated
 from protocol.envelope import Envelope
-from protocol.errors import LocalFault
+from protocol.errors import LocalFault, PeerFault
 from protocol.messages import AdmittedRequest, Lease
 from protocol.messages import Receipt as ReceiptMessage
 from tests.fakes.coordinator import RUN_ID, FakeNode, World
@@ -153,7 +153,7 @@ def test_a_unit_is_drawn_by_a_key_that_is_secret_while_its_lease_is_open(make_wo
             epoch = session.get_one(Epoch, receipt.epoch)
             assert epoch.ended_ms is None
             drawn.append(session.get_one(Unit, receipt.unit_id).replicate)
-            assert drawn[-1] == is_drawn(epoch.key, digest, 500_000)
+            assert drawn[-1] == is_replicated(epoch.key, digest, 500_000)
     assert len(drawn) == 8
 
 
@@ -188,6 +188,69 @@ def test_a_replica_looks_like_any_other_lease(make_world: MakeWorld) -> None:
     assert leases[0].model_dump().keys() == leases[1].model_dump().keys() == first.model_dump().keys()
     shown = leases_of(world, first.group) + leases_of(world, leases[0].group)
     assert {lease["shadow"] for lease in shown} == {None}
+
+
+def test_no_single_question_tells_what_a_lease_is_of(make_world: MakeWorld) -> None:
+    """The unit of a replica is handed in, that of another lease is not: neither reading nor a late probe shows that."""
+    world, one, two = twins(make_world)
+    [(first, digest)] = one.leases(1)
+    receipt = one.finish(first, digest).receipt
+    held = two.leases(2)
+    group = world.http.get(f"/v1/groups/{first.group}").json()
+    assert {(unit["state"], unit["receipt_id"]) for unit in group["units"]} == {(None, None)}
+    assert (group["state"], group["consumed_version"]) == (None, None)
+    assert world.http.get(f"/v1/receipts/{receipt_id(receipt)}").json()["lease"] is None  # it would name the unit
+    world.clock.advance(61)
+    world.coordinator.sweep()
+    probes = (({"rollouts": 1}, "E_COMMITMENT_MISMATCH"), ({"object_sha256": "00" * 32}, "E_OBJECT_MISSING"))
+    for lease, lease_digest in held:
+        for changes, code in probes:
+            with pytest.raises(PeerFault, match=code):
+                two.client.submit(two.commitment(lease, lease_digest, **changes))
+    for lease, lease_digest in held:
+        assert two.finish(lease, lease_digest).duplicate is False  # late, and of use
+    assert world.node_row(two)["dropped"] == 0
+    for _ in range(2):
+        world.publish()
+    group = world.http.get(f"/v1/groups/{first.group}").json()
+    assert (group["state"], {unit["state"] for unit in group["units"]}) == ("cancelled", {"cancelled"})
+
+
+def test_a_late_replica_is_refused_once_somebody_else_has_it(make_world: MakeWorld) -> None:
+    world, one, two = twins(make_world)
+    [(first, digest)] = one.leases(1)
+    one.finish(first, digest)
+    late = next(pair for pair in two.leases(2) if unit_of(pair[0]) == unit_of(first))
+    world.clock.advance(61)
+    third = world.node("three").join()
+    assert unit_of(first) in [unit_of(lease) for lease, _ in third.leases(4)]
+    with pytest.raises(PeerFault, match="E_LEASE_EXPIRED"):
+        two.finish(*late)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_whoever_makes_a_replica_is_not_paid_for_the_unit_as_well(make_world: MakeWorld, alone: bool) -> None:
+    """It would be one computation for two leases, compared with nothing. Alone it may do it, and is paid once."""
+    world, one, two = twins(make_world)
+    [(first, digest)] = one.leases(1)
+    one.finish(first, digest)
+    replica = next(pair for pair in two.leases(2) if unit_of(pair[0]) == unit_of(first))
+    world.verifier.judge("fail", "E_REPLAY")
+    two.finish(*replica)
+    world.verifier.pass_all()
+    assert world.node_row(two)["credit"] == 10
+    third = None if alone else world.node("three").join()
+    again = [pair for pair in two.leases(4) if unit_of(pair[0]) == unit_of(first)]
+    if third is not None:
+        assert again == []
+        again = [pair for pair in third.leases(1) if unit_of(pair[0]) == unit_of(first)]
+    maker = third or two
+    [(lease, lease_digest)] = again
+    maker.finish(lease, lease_digest)
+    world.verifier.pass_all()
+    row = world.node_row(two)
+    assert (row["credit"], row["credit_pending"]) == (10, 0)
+    assert third is None or world.node_row(third)["credit_pending"] == 10
 
 
 def test_nobody_is_shown_what_could_be_copied(make_world: MakeWorld) -> None:

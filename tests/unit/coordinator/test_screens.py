@@ -64,7 +64,7 @@ def test_a_bundle_that_stands_out_is_recomputed_after_the_fact(make_world: MakeW
     assert job.drawn
     row = world.node_row(node)
     assert (row["accepted"], row["audited_passes"], row["credit_pending"]) == (4, 1, 20)  # nothing is counted twice
-    assert [g.group for g in world.learner.client.admitted(9)] == [0]  # it stays admitted meanwhile
+    assert world.learner.client.admitted(9) == []  # held back while one is left to recompute
     world.verifier.judge("fail", "E_HEAD_KL")
     row = world.node_row(node)
     assert (row["state"], row["ban_code"]) == ("banned", "E_HEAD_KL")
@@ -81,6 +81,105 @@ def test_a_review_that_nobody_can_finish_changes_nothing(make_world: MakeWorld) 
     assert world.verifier.claim() is None
     assert [g.group for g in world.learner.client.admitted(9)] == [0]
     assert world.node_row(node)["inconclusive"] == 0
+
+
+def admitted(world: World) -> list[int]:
+    return [group.group for group in world.learner.client.admitted(9)]
+
+
+def test_what_is_under_review_is_neither_trained_on_nor_paid(make_world: MakeWorld) -> None:
+    world, node = trusted(make_world)
+    replies = node.work(4)
+    world.verifier.pass_all()
+    plan = world.learner.plan(2)
+    screen(world, node, [replies[0].receipt.digest])
+    assert admitted(world) == [1]
+    with pytest.raises(PeerFault) as caught:  # planned a moment before
+        world.learner.client.post_batch(plan)
+    assert caught.value.code == "E_BATCH"
+    world.publish()
+    world.publish()  # both groups are too old now: what stands is paid, what is in doubt waits
+    row = world.node_row(node)
+    assert (row["credit"], row["credit_pending"]) == (30, 10)
+    assert world.verifier.judge() is not None
+    row = world.node_row(node)
+    assert (row["credit"], row["credit_pending"]) == (40, 0)
+
+
+def test_a_review_goes_before_other_work_and_gives_the_group_back(make_world: MakeWorld) -> None:
+    world, node = trusted(make_world)
+    replies = node.work(2)
+    world.verifier.pass_all()
+    node.work(2)
+    screen(world, node, [replies[1].receipt.digest])
+    job = world.verifier.judge()
+    assert job is not None
+    assert job.receipt.digest == replies[1].receipt.digest
+    assert admitted(world) == [0]
+    world.learner.client.post_batch(world.learner.plan(1))
+    assert world.node_row(node)["credit"] == 20
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_credit_of_what_was_trained_on_is_void_when_its_review_fails(make_world: MakeWorld, elsewhere: bool) -> None:
+    world, node = trusted(make_world)
+    replies = node.work(2)
+    world.verifier.pass_all()
+    world.learner.client.post_batch(world.learner.plan(1))
+    assert world.node_row(node)["credit"] == 20
+    if elsewhere:  # banned for something else, which leaves what was paid alone
+        world.admin("ban", node_id=node.key.id)
+        assert world.node_row(node)["credit"] == 20
+    screen(world, node, [replies[0].receipt.digest])
+    row = world.node_row(node)
+    assert (row["credit"], row["credit_pending"]) == (10, 10)
+    world.verifier.judge("fail", "E_HEAD_KL")
+    row = world.node_row(node)
+    assert (row["state"], row["credit"], row["credit_pending"]) == ("banned", 10, 0)
+
+
+def test_a_review_without_an_end_holds_work_for_a_while_and_costs_nothing(make_world: MakeWorld) -> None:
+    """Neither a learner that names every bundle nor a verifier that answers none stalls honest work for good."""
+    world, node = trusted(make_world)
+    replies = node.work(2)
+    world.verifier.pass_all()
+    names = [reply.receipt.digest for reply in replies]
+    screen(world, node, names)
+    assert world.verifier.claim() is not None  # and never a word
+    world.clock.advance(599)
+    screen(world, node, names, version=2)  # each bundle once
+    assert admitted(world) == []
+    world.clock.advance(1)
+    assert admitted(world) == [0]
+    world.learner.client.post_batch(world.learner.plan(1))
+    row = world.node_row(node)
+    assert (row["state"], row["credit"], row["credit_pending"]) == ("active", 0, 20)
+    for _ in range(17):  # eight claims of each lapse
+        world.verifier.claim()
+        world.clock.advance(601)
+    assert world.verifier.claim() is None
+    row = world.node_row(node)
+    assert (row["state"], row["credit"], row["credit_pending"], row["inconclusive"]) == ("active", 20, 0, 0)
+
+
+def test_nobody_is_lent_trust_by_a_recomputation_that_was_not_due(make_world: MakeWorld) -> None:
+    world, node = trusted(make_world)
+    node.work(1)
+    job = world.verifier.claim()
+    assert job is not None
+    assert not job.drawn
+    for outcome, code, tiers in (
+        ("pass", None, ["T0", "T1", "T2"]), ("fail", "E_HEAD_KL", ["T0", "T1", "T2", "T3"]),
+        ("inconclusive", "E_DISAGREE", ["T0", "T1", "T2"]),
+    ):
+        with pytest.raises(PeerFault) as caught:
+            world.verifier.client.verdict(world.verifier.verdict(job, outcome, code, tiers=tiers))
+        assert caught.value.code == "E_VERDICT"
+    row = world.node_row(node)
+    assert (row["state"], row["accepted"], row["audited_passes"]) == ("active", 0, 0)
+    world.verifier.client.verdict(world.verifier.verdict(job))
+    row = world.node_row(node)
+    assert (row["accepted"], row["audited_passes"]) == (2, 0)
 
 
 def test_a_quiet_spell_forces_audits(make_world: MakeWorld) -> None:
@@ -219,6 +318,24 @@ def test_an_unlisted_profile_is_audited_every_time_and_never_punished(make_world
     assert row["reasons"] == {E_UNCALIBRATED: 3}
     assert world.verifier.claim() is None  # not tried again
     assert [(lease.group, lease.samples) for lease, _ in listed.leases(1)] == [(0, [0, 1])]  # the work is offered on
+
+
+def test_only_passes_release_the_brake_on_a_profile_without_limits(make_world: MakeWorld) -> None:
+    world, _ = trusted(make_world, unknown_profiles=True)
+    node = world.node("new")
+    node.client.register(node.hello(profile="brand-new"))
+
+    def round_of(outcome: str, found: str | None) -> int:
+        leases = node.leases(8)
+        for lease, digest in leases:
+            node.upload(node.bundle(lease))
+            node.client.submit(node.commitment(lease, digest, profile="brand-new"))
+        while world.verifier.judge(outcome, found) is not None:
+            pass
+        return len(leases)
+
+    assert [round_of("inconclusive", E_UNCALIBRATED) for _ in range(5)] == [8, 1, 1, 1, 1]
+    assert [round_of("pass", None) for _ in range(6)] == [1, 1, 2, 8, 8, 8]
 
 
 def test_a_run_that_takes_listed_profiles_only_says_so(world: World) -> None:

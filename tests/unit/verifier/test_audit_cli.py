@@ -264,6 +264,7 @@ def test_receipt_and_verdict_are_shown_in_the_log(world, write, honest):
     [
         ({"submitted": {"sha256": "0" * 64}}, "E_LOG_SILENT"),
         ({"submitted": {"node_id": "0" * 64}}, "E_LOG_SILENT"),
+        ({"submitted": {"commitment_sha256": "0" * 64}}, "E_LOG_SILENT"),  # what the draw is made of
         ({"verdict": {"sha256": "0" * 64}}, "E_LOG_SILENT"),
         ({"verdict": {"outcome": "fail", "code": "E_REPLAY"}}, "E_LOG_SILENT"),
         ({"verdict": {"tiers": ["T0", "T1", "T2"]}}, "E_LOG_SILENT"),

@@ -218,7 +218,7 @@ def test_entries_of_a_strange_form_are_the_coordinators_fault(run: RunManifest, 
 def test_forced_audits_explain_a_high_rate(world: World, run: RunManifest, log: Log) -> None:
     last = [entry for entry in log if entry.kind == "submitted"][-2]
     raised = changed(log, lambda entry: entry.index == last.index, rate_ppm=1_000_000)
-    drawn = is_drawn(b"k" * 32, last.body["sha256"], last.body["rate_ppm"])
+    drawn = is_drawn(b"k" * 32, last.body["commitment_sha256"], last.body["rate_ppm"])
     forced = LogEntry(0, 0, "audits-forced", {"node_id": last.body["node_id"], "bundles": 1, "why": "reward"})
     found = codes(run, _renumbered([*raised[: last.index], forced, *raised[last.index :]]))
     assert found == (set() if drawn else {"E_DRAW_SKIPPED"})

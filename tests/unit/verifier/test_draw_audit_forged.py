@@ -45,6 +45,10 @@ def digest_of(number: int, *, drawn: bool, rate: int = ALL) -> str:
     return next(name for name in names if is_drawn(FIRST, name, rate) == drawn)
 
 
+def receipt_digest(number: int) -> str:
+    return hashlib.sha256(f"receipt {number}".encode()).hexdigest()
+
+
 def registered(node: str = NODE) -> Fact:
     return "node-registered", {"node_id": node, "profile": PROFILE, "public_key": "00" * 32}
 
@@ -54,8 +58,11 @@ def began(number: int = 0, key: bytes = FIRST) -> Fact:
 
 
 def submitted(number: int, node: str = NODE, rate: int = ALL, *, drawn: bool = True, **changes: Any) -> Fact:
-    sha256 = digest_of(number, drawn=drawn, rate=rate) if 0 < rate < ALL else digest_of(number, drawn=True)
-    body = {"receipt_id": f"{number:032x}", "sha256": sha256, "node_id": node, "epoch": 0, "rate_ppm": rate}
+    commitment = digest_of(number, drawn=drawn, rate=rate) if 0 < rate < ALL else digest_of(number, drawn=True)
+    body = {
+        "receipt_id": f"{number:032x}", "sha256": receipt_digest(number), "commitment_sha256": commitment,
+        "node_id": node, "epoch": 0, "rate_ppm": rate,
+    }
     return "submitted", body | changes
 
 
@@ -140,7 +147,10 @@ def test_a_receipt_twice() -> None:
     names, counts = found(the_log(submitted(1), verdict(1, tiers=("T0", "T1")), again, verdict(1)))
     assert {"E_LOG_ORDER", "E_DRAW_SKIPPED"} <= names
     assert (counts.receipts, counts.drawn_skipped) == (1, 1)
-    assert codes(submitted(1), submitted(2, sha256=digest_of(1, drawn=True))) == {"E_LOG_ORDER"}
+    assert codes(submitted(1), submitted(2, sha256=receipt_digest(1))) == {"E_LOG_ORDER"}
+    # a second receipt for one commitment would be a second draw, dated as one likes
+    again = submitted(2, commitment_sha256=digest_of(1, drawn=True))
+    assert codes(submitted(1), again) == {"E_LOG_ORDER"}
     assert codes(forced(1), submitted(1), submitted(1), start=(FOUNDED, registered(), began())) == {"E_LOG_ORDER"}
 
 
@@ -351,7 +361,9 @@ def test_no_signed_body_ends_the_audit(place: int, name: int, value: Any, drop: 
     assert counts.receipts == counts.drawn + counts.not_drawn + counts.secret
 
 
-@pytest.mark.parametrize("bent", [{"sha256": "zz"}, {"rate_ppm": "x"}, {"node_id": 7}, {"epoch": True}])
+@pytest.mark.parametrize(
+    "bent", [{"sha256": "zz"}, {"commitment_sha256": None}, {"rate_ppm": "x"}, {"node_id": 7}, {"epoch": True}]
+)
 def test_the_command_says_so_in_its_form(tmp_path: Path, bent: dict[str, Any]) -> None:
     log = the_log(submitted(1, **bent))
     peaks = Peaks()
