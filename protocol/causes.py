@@ -109,6 +109,10 @@ AT: Final[dict[tuple[str, str], tuple[tuple[str, ...], str]]] = {
         ("the head of the log was changed after signing", "the head is signed by another key than the coordinator's"),
         "Get the evidence again, from the coordinator.",
     ),
+    ("E_LOG_ENTRY", "L.1"): (
+        ("the coordinator signed an entry that nobody can read", "a coordinator of a later release"),
+        "Get the evidence again, from the coordinator. If it is the same, ask the operator in public.",
+    ),
 }
 
 _TRY_AGAIN: Final = (

@@ -70,10 +70,16 @@ _FIELDS: Final[Mapping[str, Mapping[str, _Form]]] = {
 }
 
 
-def malformed(entry: LogEntry) -> tuple[str, str, str] | None:
-    """The first field that does not fit the kind: its name, what is expected, what is there. None when all fit."""
+def malformed(entry: LogEntry, *, complete: bool = True) -> tuple[str, str, str] | None:
+    """The first field that does not fit the kind: its name, what is expected, what is there. None when all fit.
+
+    Args:
+        complete: whether a field that is missing does not fit; entries of the first release hold fewer.
+    """
     for name, (expected, fits) in _FIELDS.get(entry.kind, {}).items():
         if name not in entry.body:
+            if not complete:
+                continue
             return name, expected, "nothing"
         if not fits(entry.body[name]):
             return name, expected, repr(entry.body[name])[:80]
