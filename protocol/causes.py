@@ -69,11 +69,14 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
         "a proxy, a portal or another server answers in the coordinator's stead", "the coordinator is broken or of "
         "another release", "the coordinator withholds what it signed",
     ),
-    "E_LOG_INCLUSION": ("the proof was damaged, or is for another head",),
-    "E_LOG_ROLLBACK": ("the coordinator's database was restored from an older backup", _REWRITTEN),
+    "E_LOG_INCLUSION": ("the answer was damaged or changed on its way, or is for another head",),
+    "E_LOG_ROLLBACK": (
+        "a cache or a proxy shows an older head", "the coordinator's database was restored from an older backup",
+        _REWRITTEN,
+    ),
     "E_LOG_FORK": (_REWRITTEN, "two coordinators of one run keep logs of their own"),
-    "E_LOG_CONSISTENCY": (_REWRITTEN, "the proof was damaged on its way"),
-    "E_LOG_ROOT": ("the download is incomplete or was changed", _REWRITTEN),
+    "E_LOG_CONSISTENCY": ("the answer was damaged or changed on its way", _REWRITTEN),
+    "E_LOG_ROOT": ("the download is incomplete or was changed on its way", _REWRITTEN),
     "E_LOG_ENTRY": (
         "the file was damaged or changed", "the coordinator signed an entry that nobody can read, to hide what it did"
     ),
@@ -109,6 +112,9 @@ AT: Final[dict[tuple[str, str], tuple[tuple[str, ...], str]]] = {
         ("the head of the log was changed after signing", "the head is signed by another key than the coordinator's"),
         "Get the evidence again, from the coordinator.",
     ),
+    ("E_LOG_INCLUSION", "L.1"): (
+        ("the file was damaged or changed",), "Get the evidence again, from the coordinator.",
+    ),
     ("E_LOG_ENTRY", "L.1"): (
         ("the coordinator signed an entry that nobody can read", "a coordinator of a later release"),
         "Get the evidence again, from the coordinator. If it is the same, ask the operator in public.",
@@ -124,8 +130,12 @@ _COORDINATOR: Final = (
     "with the entries. Ask the operator in public, and compare heads with other auditors (assay audit log --against)."
 )
 _COMPARE: Final = (
-    "It proves nothing yet. Keep what you have, try another way to the coordinator, and compare heads with other "
-    "auditors (assay audit log --against)."
+    "It proves nothing yet. Keep what you have, ask again, by another way (https, another network), and compare heads "
+    "with other auditors (assay audit log --against)."
+)
+_UNSIGNED: Final = (
+    "Nobody signed what was answered, so it proves nothing. Ask again, by another way (https, another network), or "
+    "download the log: assay audit log URL --root HEX --save FILE."
 )
 #: Code -> what to do.
 ADVICE: Final[dict[str, str]] = {
@@ -141,6 +151,9 @@ ADVICE: Final[dict[str, str]] = {
     "E_LOG_BEHIND": "Download the log again: assay audit log URL --root HEX --save FILE.",
     "E_LOG_ROLLBACK": _COMPARE,
     "E_LOG_STALE": _COMPARE,
+    "E_LOG_CONSISTENCY": _UNSIGNED,
+    "E_LOG_INCLUSION": _UNSIGNED,
+    "E_LOG_ROOT": _UNSIGNED,
     "E_LOG_VERDICT": "Get the evidence again, from the coordinator. If it is the same, ask the operator in public.",
     "E_LOG_FILE": "Download the log again: assay audit log URL --root HEX --save FILE.",
     "E_WITHHELD": "Ask again later: the evidence is shown once nobody can hand in a copy of the bundle.",
