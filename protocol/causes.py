@@ -89,6 +89,7 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     "E_DRAW_RATE": ("the coordinator spares a node, or presses it harder than the rules say",),
     "E_DRAW_SKIPPED": ("the coordinator or a verifier let a bundle pass that should have been recomputed",),
     "E_DRAW_PRETEXT": ("a node was singled out for a recomputation that nothing in the log explains",),
+    "E_BATCH_UNFOUNDED": ("the learner, with the coordinator's consent, trained on what no node's work stands behind",),
     "E_VERIFIER_UNASKED": (
         "the verifier of that key looks closer at somebody than it was asked to, by mistake or on purpose",
         "the log is the coordinator's word: it may have asked the verifier to, or made the verdict up",
@@ -161,6 +162,8 @@ ADVICE: Final[dict[str, str]] = {
     "E_LOG_VERDICT": "Get the evidence again, from the coordinator. If it is the same, ask the operator in public.",
     "E_LOG_FILE": "Download the log again: assay audit log URL --root HEX --save FILE.",
     "E_VERIFIER_UNASKED": "Get the receipt's evidence: it holds the verdict, if the verifier signed it; ask it why.",
+    "E_BATCH_UNFOUNDED": "Keep the log (assay audit log URL --save FILE) and the plan (/v1/batches/VERSION): they are"
+    " signed by coordinator and learner. Ask the operator in public.",
     "E_WITHHELD": "Ask again later: the evidence is shown once nobody can hand in a copy of the bundle.",
     "E_UNREACHABLE": "Check the address, and that the coordinator is up; then try again.",
     "E_FILE": "Check the name, its permissions and the free space.",

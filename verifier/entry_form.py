@@ -62,6 +62,7 @@ _FIELDS: Final[Mapping[str, Mapping[str, _Form]]] = {
     "suspicion": {"receipt_id": _TEXT, "node_id": _DIGEST, "before_milli": _NUMBER, "after_milli": _NUMBER},
     "banned": {"node_id": _DIGEST, "receipt_id": _TEXT_OR_NONE},
     "unbanned": {"node_id": _DIGEST},
+    "batch": {"version": _NUMBER, "sha256": _DIGEST},
     "audits-forced": {"node_id": _DIGEST, "bundles": _NUMBER},
     "group-cancelled": {"cause": _TEXT, "dropped_by": _OBJECT},
     "epoch-began": {"epoch": _NUMBER, "key_sha256": _DIGEST},

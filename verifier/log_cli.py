@@ -26,6 +26,7 @@ from protocol.text import printable
 from verifier.audit_exit import as_ours
 from verifier.audit_report import log_json
 from verifier.audit_table import ended, findings_table
+from verifier.batch_audit import BatchAudit
 from verifier.draw_audit import DrawAudit, audit_draws
 from verifier.findings import Report
 from verifier.log_audit import KnownHead, LogAudit, audit_log, check_fresh, check_receipt
@@ -79,6 +80,8 @@ def audit_run(where: str, root: bytes | None, remember: Path | None, *, as_json:
         result = audit_log(source, run, _known(remember, []), whole=True, follow=draws.follow)
         if result.whole:
             draws.believe(result.report)
+            if isinstance(source, LiveLog):
+                draws.batches.check(source.plan, result.report)
         if isinstance(source, LiveLog):
             check_fresh(source, result, SystemClock().now_ms())
     counts = draws.counts if result.whole else DrawAudit()
@@ -96,12 +99,12 @@ class _Draws:
     def __init__(self, run: RunManifest):
         self._run, self._report = run, Report()
         self._fault: PeerFault | None = None
-        self.counts = DrawAudit()
+        self.counts, self.batches = DrawAudit(), BatchAudit(run)
 
     def follow(self, passing: Iterator[LogEntry]) -> None:
         """Read the entries."""
         try:
-            self.counts = audit_draws(self._run, passing, self._report)
+            self.counts = audit_draws(self._run, self.batches.seen(passing), self._report)
         except PeerFault as error:  # of an entry; or of the reading, which whoever checks the entries finds again
             self._fault = error
 

@@ -219,7 +219,6 @@ def test_what_a_verifier_does_unasked_is_not_the_coordinators(outcome: str, tier
     [finding] = [finding for finding in report.findings if not finding.ok]
     assert (finding.code, finding.check) == ("E_VERIFIER_UNASKED", "V.1 verifiers")
     assert RUN.roles.verifiers[0] in finding.got
-    assert [finding.code for finding in plain.findings if not finding.ok] == []
 
 
 def test_an_end_without_a_decision_is_the_verifiers_too() -> None:
