@@ -200,7 +200,10 @@ def _entries_hold(
             raise
         report.fault("G.2 entries", error, blames_node=False)
         return False
-    report.note("G.2 entries", f"{head.size}, in their places, under the head", entries(reader.size))
+    if reader.misplaced is not None:  # its hash is under the head: the coordinator signed it like that
+        report.fault("G.2 entries", reader.misplaced, blames_node=True)
+    else:
+        report.note("G.2 entries", f"{head.size}, in their places, under the head", entries(reader.size))
     return True
 
 

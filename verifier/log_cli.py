@@ -61,7 +61,7 @@ def audit(
             check_receipt(source, result, receipt)
         if isinstance(source, LiveLog):
             check_fresh(source, result, SystemClock().now_ms())
-        if save is not None and (result.outcome == "pass" or (result.conflicts and result.whole)):
+        if save is not None and result.whole and result.outcome != "inconclusive":
             _save(save, source, result, pinned)
     _finish(result, remember)
     if as_json:
@@ -249,8 +249,8 @@ def _save(path: Path, source: LogSource, result: LogAudit, root: bytes) -> None:
     """Write the log file. Of heads that contradict each other it is the larger one's: its entries are the proof.
 
     Raises:
-        LocalFault: the entries are no longer those that were read before; when there is a contradiction to tell, that
-            comes first, and this is told beside it.
+        LocalFault: the entries are no longer those that were read before; when there is a fail to tell, that comes
+            first, and this is told beside it.
     """
     note, head = max(
         ((note, LogHead.peek(note)) for note in (result.note, *result.conflicts)), key=lambda each: each[1].size
@@ -270,7 +270,7 @@ def _save(path: Path, source: LogSource, result: LogAudit, root: bytes) -> None:
     try:
         log_file.write(path, root, source.run_manifest, note, checked())
     except (AssayError, OSError) as error:
-        if not result.conflicts:
+        if result.outcome == "pass":
             raise
         print(printable(as_ours(error)), file=sys.stderr)
 

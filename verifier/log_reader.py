@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from protocol.errors import AssayError
-from protocol.log_entry import LogEntry, check_root, read_on
+from protocol.errors import AssayError, PeerFault
+from protocol.log_entry import E_LOG_ENTRY, LogEntry, check_root
 from protocol.log_head import LogHead
 from protocol.transparency import Peaks
 from verifier.log_source import LogSource
@@ -17,12 +17,16 @@ def entries(number: int) -> str:
 
 
 class LogReader:
-    """Reads a whole log once, checking each entry's place, and remembers the root at every size that is asked about."""
+    """Reads a whole log once, checking each entry's place, and remembers the root at every size that is asked about.
+
+    An entry out of its place does not end the reading: whether it was signed like that, the root says at the end.
+    """
 
     def __init__(self, source: LogSource, head: LogHead, sizes: Sequence[int] = ()):
         self._source, self._head, self._sizes = source, head, frozenset(sizes)
         self._peaks = Peaks()
         self._broken: AssayError | None = None
+        self._misplaced: PeerFault | None = None  #: the first entry that is not in its place
         self.roots: dict[int, bytes] = {0: self._peaks.root}  #: size -> root, for the sizes asked about
 
     @property
@@ -33,7 +37,11 @@ class LogReader:
     def __iter__(self) -> Iterator[LogEntry]:
         try:
             for entry in self._source.entries(self._head.size):
-                read_on(self._peaks, [entry])
+                if entry.index != self._peaks.size and self._misplaced is None:
+                    self._misplaced = PeerFault(
+                        E_LOG_ENTRY, "log entry out of place", expected=f"entry {self._peaks.size}", got=entry.index
+                    )
+                self._peaks.append(entry.leaf)
                 if self._peaks.size > self._head.size:
                     return  # check() says so; how many more there are is nobody's concern
                 if self._peaks.size in self._sizes:
@@ -47,8 +55,16 @@ class LogReader:
         """Check that what was read is what the head was signed over.
 
         Raises:
-            PeerFault: ``E_LOG_ROOT``; or what ended the reading.
+            PeerFault: ``E_LOG_ROOT``, or ``E_LOG_ENTRY`` if one is out of its place as well; or what ended the reading.
         """
         if self._broken is not None:
             raise self._broken
-        check_root(self._peaks, self._head.size, self._head.root)
+        try:
+            check_root(self._peaks, self._head.size, self._head.root)
+        except PeerFault as error:
+            raise self._misplaced or error from None
+
+    @property
+    def misplaced(self) -> PeerFault | None:
+        """The first entry out of its place: signed like that, once :meth:`check` has found nothing."""
+        return self._misplaced

@@ -289,3 +289,21 @@ def test_a_saved_log_is_not_replaced_by_an_older_one(world: World, between: Betw
     served(world, between, log[:7])
     assert audit(world, URL, "--save", saved, "--against", newer)[1]["code"] == "E_LOG_ROLLBACK"
     assert len(list(log_file.LogFile.open(saved).entries())) == len(log)
+
+
+@pytest.mark.parametrize("command", ["log", "run"])
+def test_entries_that_were_signed_out_of_their_places_are_the_coordinators(
+    world: World, between: Between, tmp_path: Path, command: str
+) -> None:
+    """Their hashes are under the signed head, so nobody else can have put them there."""
+    log = entries(world)
+    told = [*log[:4], log[5], log[4], *log[6:]]
+    saved = tmp_path / "run.log"
+    log_file.write(
+        saved, world.keys["root"].public_key, world.coordinator.run.envelope, signed(world, told), iter(told)
+    )
+    served(world, between, told)
+    for source in (URL, saved):
+        code, found = audit(world, source, *(["--all"] if command == "log" else []), command=command)
+        assert (code, found["outcome"], found["code"]) == (1, "fail", "E_LOG_ENTRY")
+        assert "log entry out of place: 5" in found["findings"][1]["got"]
