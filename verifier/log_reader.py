@@ -26,7 +26,8 @@ class LogReader:
         self._source, self._head, self._sizes = source, head, frozenset(sizes)
         self._peaks = Peaks()
         self._broken: AssayError | None = None
-        self._misplaced: PeerFault | None = None  #: the first entry that is not in its place
+        #: The first entry out of its place; signed like that, once :meth:`check` finds nothing.
+        self.misplaced: PeerFault | None = None
         self.roots: dict[int, bytes] = {0: self._peaks.root}  #: size -> root, for the sizes asked about
 
     @property
@@ -37,8 +38,8 @@ class LogReader:
     def __iter__(self) -> Iterator[LogEntry]:
         try:
             for entry in self._source.entries(self._head.size):
-                if entry.index != self._peaks.size and self._misplaced is None:
-                    self._misplaced = PeerFault(
+                if entry.index != self._peaks.size and self.misplaced is None:
+                    self.misplaced = PeerFault(
                         E_LOG_ENTRY, "log entry out of place", expected=f"entry {self._peaks.size}", got=entry.index
                     )
                 self._peaks.append(entry.leaf)
@@ -55,16 +56,8 @@ class LogReader:
         """Check that what was read is what the head was signed over.
 
         Raises:
-            PeerFault: ``E_LOG_ROOT``, or ``E_LOG_ENTRY`` if one is out of its place as well; or what ended the reading.
+            PeerFault: ``E_LOG_ROOT``; or what ended the reading.
         """
         if self._broken is not None:
             raise self._broken
-        try:
-            check_root(self._peaks, self._head.size, self._head.root)
-        except PeerFault as error:
-            raise self._misplaced or error from None
-
-    @property
-    def misplaced(self) -> PeerFault | None:
-        """The first entry out of its place: signed like that, once :meth:`check` has found nothing."""
-        return self._misplaced
+        check_root(self._peaks, self._head.size, self._head.root)
