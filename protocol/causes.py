@@ -70,11 +70,14 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
         "a proxy, a portal or another server answers in the coordinator's stead", "the coordinator is broken or of "
         "another release", "the coordinator withholds what it signed",
     ),
-    "E_LOG_INCLUSION": ("the proof was damaged, or is for another head",),
-    "E_LOG_ROLLBACK": ("the coordinator's database was restored from an older backup", _REWRITTEN),
+    "E_LOG_INCLUSION": ("the answer was damaged or changed on its way, or is for another head",),
+    "E_LOG_ROLLBACK": (
+        "a cache or a proxy shows an older head", "the coordinator's database was restored from an older backup",
+        _REWRITTEN,
+    ),
     "E_LOG_FORK": (_REWRITTEN, "two coordinators of one run keep logs of their own"),
-    "E_LOG_CONSISTENCY": (_REWRITTEN, "the proof was damaged on its way"),
-    "E_LOG_ROOT": ("the download is incomplete or was changed", _REWRITTEN),
+    "E_LOG_CONSISTENCY": ("the answer was damaged or changed on its way", _REWRITTEN),
+    "E_LOG_ROOT": ("the download is incomplete or was changed on its way", _REWRITTEN),
     "E_LOG_ENTRY": (
         "the file was damaged or changed", "the coordinator signed an entry that nobody can read, to hide what it did"
     ),
@@ -87,6 +90,11 @@ CAUSES: Final[dict[str, tuple[str, ...]]] = {
     "E_DRAW_RATE": ("the coordinator spares a node, or presses it harder than the rules say",),
     "E_DRAW_SKIPPED": ("the coordinator or a verifier let a bundle pass that should have been recomputed",),
     "E_DRAW_PRETEXT": ("a node was singled out for a recomputation that nothing in the log explains",),
+    "E_BATCH_UNFOUNDED": ("the learner, with the coordinator's consent, trained on what no node's work stands behind",),
+    "E_VERIFIER_UNASKED": (
+        "the verifier of that key looks closer at somebody than it was asked to, by mistake or on purpose",
+        "the log is the coordinator's word: it may have asked the verifier to, or made the verdict up",
+    ),
     "E_BAN_UNFOUNDED": (
         "a node was banned without a verdict or suspicion against it that counted", "the operator gave no reason"
     ),
@@ -110,6 +118,13 @@ AT: Final[dict[tuple[str, str], tuple[tuple[str, ...], str]]] = {
         ("the head of the log was changed after signing", "the head is signed by another key than the coordinator's"),
         "Get the evidence again, from the coordinator.",
     ),
+    ("E_LOG_INCLUSION", "L.1"): (
+        ("the file was damaged or changed",), "Get the evidence again, from the coordinator.",
+    ),
+    ("E_LOG_ENTRY", "L.1"): (
+        ("the coordinator signed an entry that nobody can read", "a coordinator of a later release"),
+        "Get the evidence again, from the coordinator. If it is the same, ask the operator in public.",
+    ),
 }
 
 _TRY_AGAIN: Final = (
@@ -121,8 +136,12 @@ _COORDINATOR: Final = (
     "with the entries. Ask the operator in public, and compare heads with other auditors (assay audit log --against)."
 )
 _COMPARE: Final = (
-    "It proves nothing yet. Keep what you have, try another way to the coordinator, and compare heads with other "
-    "auditors (assay audit log --against)."
+    "It proves nothing yet. Keep what you have, ask again, by another way (https, another network), and compare heads "
+    "with other auditors (assay audit log --against)."
+)
+_UNSIGNED: Final = (
+    "Nobody signed what was answered, so it proves nothing. Ask again, by another way (https, another network), or "
+    "download the log: assay audit log URL --root HEX --save FILE."
 )
 #: Code -> what to do.
 ADVICE: Final[dict[str, str]] = {
@@ -142,8 +161,14 @@ ADVICE: Final[dict[str, str]] = {
     "E_LOG_BEHIND": "Download the log again: assay audit log URL --root HEX --save FILE.",
     "E_LOG_ROLLBACK": _COMPARE,
     "E_LOG_STALE": _COMPARE,
+    "E_LOG_CONSISTENCY": _UNSIGNED,
+    "E_LOG_INCLUSION": _UNSIGNED,
+    "E_LOG_ROOT": _UNSIGNED,
     "E_LOG_VERDICT": "Get the evidence again, from the coordinator. If it is the same, ask the operator in public.",
     "E_LOG_FILE": "Download the log again: assay audit log URL --root HEX --save FILE.",
+    "E_VERIFIER_UNASKED": "Get the receipt's evidence: it holds the verdict, if the verifier signed it; ask it why.",
+    "E_BATCH_UNFOUNDED": "Keep the log (assay audit log URL --save FILE) and the plan (/v1/batches/VERSION): they are"
+    " signed by coordinator and learner. Ask the operator in public.",
     "E_WITHHELD": "Ask again later: the evidence is shown once nobody can hand in a copy of the bundle.",
     "E_UNREACHABLE": "Check the address, and that the coordinator is up; then try again.",
     "E_FILE": "Check the name, its permissions and the free space.",

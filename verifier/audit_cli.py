@@ -8,11 +8,10 @@ from typing import Annotated, Final
 
 import typer
 
-from protocol.errors import AssayError
 from protocol.identity import root_key
 from protocol.paths import Named, check_input_file, check_input_folder, check_output_file, read_input_file
 from protocol.text import printable
-from verifier.audit_exit import leave
+from verifier.audit_exit import as_ours, leave
 from verifier.audit_group import AuditGroup
 
 _EPILOG: Final = """\b
@@ -147,8 +146,8 @@ def _audit(
 
         try:
             write_page(html, result, file, checkpoints, data, material, pinned=key is not None)
-        except AssayError as error:  # the outcome stands without a picture of it
-            print(f"the page was not written: {printable(error)}", file=sys.stderr)
+        except Exception as error:  # noqa: BLE001 - the outcome stands without a picture of it
+            print(f"the page was not written: {printable(as_ours(error))}", file=sys.stderr)
     return result.judgement.outcome
 
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 import typer
 from typer.core import TyperGroup
 
-from protocol.errors import E_USAGE, LocalFault
-from verifier.audit_exit import refuse
+from protocol.errors import E_USAGE, AssayError, LocalFault
+from verifier.audit_exit import DEBUG, as_ours, refuse
 
 _HELP: Final = frozenset({"--help", "-h"})
 #: Verb -> kind of its report.
@@ -34,17 +34,22 @@ class AuditGroup(TyperGroup):
         return parsed
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; words that do not fit it are an ``E_USAGE``."""
+        """Run the command; words that do not fit it are an ``E_USAGE``, and what nobody foresaw an ``E_INTERNAL``."""
         words = ctx.meta["assay.audit.words"]
+        verb = words[0] if words else self.default
+        DEBUG.set(bool(ctx.find_root().params.get("debug")))
         try:
             return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
         except _WrongCall as error:
-            verb = words[0] if words else self.default
-            fault = LocalFault(
+            fault: AssayError = LocalFault(
                 E_USAGE, error.format_message().rstrip("."), expected=f"what `{ctx.command_path} {verb} --help` says",
                 got=" ".join(words[1:])[:200] or "nothing",
             )
-            refuse(KINDS.get(verb, "submission"), fault, "--json" in words)
+        except Exception as error:  # noqa: BLE001 - a status of 1 would be a word against somebody
+            fault = as_ours(error)
+        return refuse(KINDS.get(verb, "submission"), fault, "--json" in words)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Our own options, those of the default command, then the commands."""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from protocol.causes import likely_causes
+from protocol.causes import advice, likely_causes
 from protocol.errors import AssayError
 from verifier.audit import Audit
 from verifier.audit_exit import SCHEMA, SCHEMA_VERSION
@@ -36,6 +36,7 @@ def log_json(kind: str, result: LogAudit, source: str, **more: Any) -> str:
         "source": source, "run_id": result.run.run_id, "head": result.note, "size": result.head.size,
         "entries_read": result.read, "conflicting_heads": list(result.conflicts),
         "likely_causes": list(likely_causes(result.code)),
+        "hint": None if result.code is None else advice(result.code),
         "findings": [finding.model_dump(mode="json") for finding in result.report.findings], **more,
     })
 

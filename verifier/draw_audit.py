@@ -1,6 +1,7 @@
 """Every audit draw of a run, made again from its log once the keys are revealed.
 
-Steps D.1 to D.8 of ``docs/spec/log.md``, "Auditing the draws". All that can fail here is the coordinator's doing.
+Steps D.1 to D.8 and V.1 of ``docs/spec/log.md``, "Auditing the draws". What fails in D is the coordinator's doing. What
+a verifier did by itself is V.1, which names it and changes no outcome.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ E_DRAW_KEY = code("E_DRAW_KEY", "a draw key is not the one that was committed to
 E_DRAW_LATE = code("E_DRAW_LATE", "a receipt was logged when its draw key was not yet bound, or no longer secret")
 E_DRAW_RATE = code("E_DRAW_RATE", "a bundle was drawn at another rate than the rules give its node")
 E_DRAW_SKIPPED = code("E_DRAW_SKIPPED", "a bundle that was drawn passed without a recomputation")
-E_DRAW_PRETEXT = code("E_DRAW_PRETEXT", "a bundle was recomputed that was neither drawn nor under review")
+E_DRAW_PRETEXT = code("E_DRAW_PRETEXT", "a recomputation counted of a bundle that was neither drawn nor under review")
+E_VERIFIER_UNASKED = code(
+    "E_VERIFIER_UNASKED", "a verifier recomputed a bundle that was neither drawn nor under review; it did not count"
+)
 E_BAN_UNFOUNDED = code("E_BAN_UNFOUNDED", "a ban rests on nothing in the log that counts, and on no operator's reason")
 E_LOG_ORDER = code("E_LOG_ORDER", "an entry of the log tells what cannot have happened after the entries before it")
 
@@ -35,14 +39,16 @@ _CHECKS: Final = {
     E_DRAW_LATE: ("D.2 receipts before keys", "each receipt logged while its key was bound and secret"),
     E_DRAW_RATE: ("D.3 rates", "those of the rules"),
     E_DRAW_SKIPPED: ("D.4 no drawn bundle skipped", "T2 before every pass of a drawn bundle"),
-    E_DRAW_PRETEXT: ("D.5 no false pretext", "T2 only for drawn bundles and reviews"),
+    E_DRAW_PRETEXT: ("D.5 no false pretext", "T2 counts for drawn bundles and reviews only"),
     E_BAN_UNFOUNDED: ("D.6 bans", "each upon a failure in the log, or the operator's with a reason"),
     E_LOG_ENTRY: ("D.7 form of entries", "the fields of their kinds"),
     E_LOG_ORDER: ("D.8 order of entries", "each what can have happened after those before it"),
 }
+_UNASKED: Final = ("V.1 verifiers", "T2 of drawn bundles and reviews only")
 #: How much longer than its time a key may stay secret, and how long a coordinator that was away has to tell it, in ms.
 _SLACK_MS: Final = 300_000
 _SHOWN: Final = 20
+_RECOMPUTATIONS: Final = frozenset({"T2", "T3"})
 
 
 @dataclass
@@ -60,7 +66,7 @@ class _Walk:
     run: RunManifest
     trust: TrustBook
     grounds: BanGrounds
-    verifiers: frozenset[str]
+    verifiers: dict[str, str]  #: key id -> public key, hex
     counts: DrawAudit = field(default_factory=DrawAudit)
     epochs: dict[int, _Epoch] = field(default_factory=dict)
     newest: int = -1  #: number of the last epoch that began
@@ -92,7 +98,7 @@ def audit_draws(run: RunManifest, entries: Iterable[LogEntry], report: Report) -
 
     What the coordinator signed and nobody can read is its doing too: no entry ends the audit.
     """
-    verifiers = frozenset(key_id(bytes.fromhex(key)) for key in run.roles.verifiers)
+    verifiers = {key_id(bytes.fromhex(key)): key for key in run.roles.verifiers}
     walk = _Walk(run, TrustBook(run), BanGrounds(run), verifiers)
     for entry in entries:
         _follow(walk, entry)
@@ -108,7 +114,18 @@ def audit_draws(run: RunManifest, entries: Iterable[LogEntry], report: Report) -
             report.fault(check, doubt, blames_node=False)
         elif not problems:
             report.note(check, expected, _told(walk, found))
+    _tell_of_verifiers(walk, report)
     return walk.counts
+
+
+def _tell_of_verifiers(walk: _Walk, report: Report) -> None:
+    """Step V.1: the coordinator must keep what verifiers sign, so it is not blamed for it; that is told beside."""
+    check, expected = _UNASKED
+    problems = walk.problems.get(E_VERIFIER_UNASKED, [])
+    for problem in problems[:_SHOWN]:
+        report.observe(check, problem)
+    if not problems:
+        report.note(check, expected, counted(len(walk.verifiers), "verifier"))
 
 
 def _doubt(walk: _Walk, found: str) -> LocalFault | None:
@@ -242,10 +259,14 @@ def _verdict(walk: _Walk, entry: LogEntry) -> None:
     if receipt is None:
         return
     recomputed = "T2" in body["tiers"]
-    if recomputed:
+    if recomputed and (body["counted"] or receipt.review):
         walk.counts.recomputed += 0 if receipt.recomputed else 1
         receipt.recomputed = True
-        receipt.pretext = receipt.pretext or not receipt.review
+    if not receipt.review and not _RECOMPUTATIONS.isdisjoint(body["tiers"]):
+        # It refuses to let one count that is not due; what does not count is kept as the verifier signed it.
+        decides = body["counted"] and body["outcome"] != "inconclusive"
+        by = f"{body['outcome']} in entry {entry.index} by verifier {walk.verifiers[body['verifier_id']]}"
+        (receipt.pretexts if decides else receipt.unasked).append(by)
     if not body["counted"] and not receipt.decided:
         walk.disorder(entry, "counted: the receipt was not decided", "not counted")
     if body["counted"] and receipt.decided and not receipt.in_review:
@@ -346,8 +367,10 @@ def _settle(walk: _Walk) -> None:
         count(walk.counts, receipt, drawn=drawn)
         if drawn and receipt.passed_without_t2:
             walk.problem(E_DRAW_SKIPPED, _about(receipt), "T2 before it passed", "a pass without T2")
-        if not drawn and receipt.pretext:
-            walk.problem(E_DRAW_PRETEXT, _about(receipt), "no T2: not drawn", "T2 outside a review")
+        for by in () if drawn else receipt.pretexts:
+            walk.problem(E_DRAW_PRETEXT, _about(receipt), "no T2: not drawn", f"T2 outside a review counted: {by}")
+        for by in () if drawn else receipt.unasked:
+            walk.problem(E_VERIFIER_UNASKED, _about(receipt), "no T2: not drawn", by)
 
 
 def _about(receipt: DrawnReceipt) -> str:

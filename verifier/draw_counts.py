@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from verifier.findings import counted
 
@@ -13,7 +13,7 @@ class DrawAudit:
 
     receipts: int = 0
     drawn: int = 0  #: selected by a revealed key; the sum of the next six
-    drawn_recomputed: int = 0  #: with a verdict that says T2
+    drawn_recomputed: int = 0  #: with such a verdict
     drawn_failed: int = 0  #: failed T0 or T1, so that nobody asked the model
     drawn_void: int = 0  #: undecided when their node was banned, which voids what it handed in
     drawn_set_aside: int = 0  #: could not be judged
@@ -21,7 +21,7 @@ class DrawAudit:
     undecided: int = 0  #: none of these by the end of the log
     not_drawn: int = 0  #: spared by a revealed key
     secret: int = 0  #: receipts whose draw key is not revealed yet
-    recomputed: int = 0  #: with a verdict that says T2, drawn or not
+    recomputed: int = 0  #: with a verdict that says T2 and counted or came upon a review, drawn or not
     recomputed_secret: int = 0  #: those of them under a key still secret
     reviewed: int = 0  #: put back into the queue after they had passed
     bans: int = 0
@@ -65,8 +65,9 @@ class DrawnReceipt:
     decided: bool = False
     passed: bool = False
     passed_without_t2: bool = False
-    recomputed: bool = False
-    pretext: bool = False  #: recomputed outside a review
+    recomputed: bool = False  #: by a verdict that counted, or upon a review
+    pretexts: list[str] = field(default_factory=list)  #: verdicts that counted and say T2, outside a review
+    unasked: list[str] = field(default_factory=list)  #: the same of verdicts that did not count
     failed: bool = False
 
 

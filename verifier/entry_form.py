@@ -63,6 +63,7 @@ _FIELDS: Final[Mapping[str, Mapping[str, _Form]]] = {
     "suspicion": {"receipt_id": _TEXT, "node_id": _DIGEST, "before_milli": _NUMBER, "after_milli": _NUMBER},
     "banned": {"node_id": _DIGEST, "receipt_id": _TEXT_OR_NONE},
     "unbanned": {"node_id": _DIGEST},
+    "batch": {"version": _NUMBER, "sha256": _DIGEST},
     "audits-forced": {"node_id": _DIGEST, "bundles": _NUMBER},
     "group-cancelled": {"cause": _TEXT, "dropped_by": _OBJECT},
     "epoch-began": {"epoch": _NUMBER, "key_sha256": _DIGEST},
@@ -71,10 +72,16 @@ _FIELDS: Final[Mapping[str, Mapping[str, _Form]]] = {
 }
 
 
-def malformed(entry: LogEntry) -> tuple[str, str, str] | None:
-    """The first field that does not fit the kind: its name, what is expected, what is there. None when all fit."""
+def malformed(entry: LogEntry, *, complete: bool = True) -> tuple[str, str, str] | None:
+    """The first field that does not fit the kind: its name, what is expected, what is there. None when all fit.
+
+    Args:
+        complete: whether a field that is missing does not fit; entries of the first release hold fewer.
+    """
     for name, (expected, fits) in _FIELDS.get(entry.kind, {}).items():
         if name not in entry.body:
+            if not complete:
+                continue
             return name, expected, "nothing"
         if not fits(entry.body[name]):
             return name, expected, repr(entry.body[name])[:80]

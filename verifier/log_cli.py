@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,22 +13,25 @@ from rich.console import Console
 
 from protocol import evidence as evidence_file
 from protocol import log_file
-from protocol.causes import likely_causes
+from protocol.causes import advice, likely_causes
 from protocol.client import CoordinatorClient
 from protocol.clock import SystemClock
-from protocol.errors import E_TOO_LARGE, E_USAGE, E_WRONG_KEY, LocalFault, PeerFault
+from protocol.errors import E_TOO_LARGE, E_USAGE, E_WRONG_KEY, AssayError, LocalFault, PeerFault
 from protocol.log_entry import LogEntry
 from protocol.log_head import LogHead
 from protocol.messages import RunManifest
 from protocol.paths import Named, check_input_file, check_output_file, replacing
 from protocol.signed_note import MAX_NOTE_BYTES
 from protocol.text import printable
+from verifier.audit_exit import as_ours
 from verifier.audit_report import log_json
 from verifier.audit_table import ended, findings_table
+from verifier.batch_audit import BatchAudit
 from verifier.draw_audit import DrawAudit, audit_draws
 from verifier.findings import Report
-from verifier.log_audit import KnownHead, LogAudit, LogReader, audit_log, check_fresh, check_receipt, entries
-from verifier.log_source import FileLog, LiveLog, LogSource
+from verifier.log_audit import KnownHead, LogAudit, audit_log, check_fresh, check_receipt
+from verifier.log_reader import LogReader, entries
+from verifier.log_source import E_LOG_ANSWER, FileLog, LiveLog, LogSource
 
 #: Longest time one question to the coordinator takes, retries included, in seconds.
 _DEADLINE_S: Final = 30.0
@@ -36,8 +40,8 @@ _RECEIPT_ID: Final = re.compile("[0-9a-f]{32}")
 _MAX_EVIDENCE_BYTES: Final = 12 + evidence_file.MAX_HEADER_BYTES + evidence_file.MAX_BUNDLE_BYTES
 _HEADS_PROVE: Final = "This head contradicts the last one. Both are signed: keep them, they prove it to anybody."
 _ENTRIES_PROVE: Final = (
-    "This head is of another history than the last one. Both are signed: keep them and the log's entries (a file of "
-    "them, or /v1/log), together they prove it to anybody."
+    "This head is of another history than the last one. Both are signed: keep them and the log's entries under the "
+    "larger one (--save FILE), together they prove it to anybody."
 )
 _STYLE: Final = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
 
@@ -57,7 +61,7 @@ def audit(
             check_receipt(source, result, receipt)
         if isinstance(source, LiveLog):
             check_fresh(source, result, SystemClock().now_ms())
-        if save is not None and result.outcome == "pass":
+        if save is not None and result.whole and result.outcome != "inconclusive":
             _save(save, source, result, pinned)
     _finish(result, remember)
     if as_json:
@@ -76,6 +80,8 @@ def audit_run(where: str, root: bytes | None, remember: Path | None, *, as_json:
         result = audit_log(source, run, _known(remember, []), whole=True, follow=draws.follow)
         if result.whole:
             draws.believe(result.report)
+            if isinstance(source, LiveLog):
+                draws.batches.check(source.plan, result.report)
         if isinstance(source, LiveLog):
             check_fresh(source, result, SystemClock().now_ms())
     counts = draws.counts if result.whole else DrawAudit()
@@ -93,12 +99,12 @@ class _Draws:
     def __init__(self, run: RunManifest):
         self._run, self._report = run, Report()
         self._fault: PeerFault | None = None
-        self.counts = DrawAudit()
+        self.counts, self.batches = DrawAudit(), BatchAudit(run)
 
     def follow(self, passing: Iterator[LogEntry]) -> None:
         """Read the entries."""
         try:
-            self.counts = audit_draws(self._run, passing, self._report)
+            self.counts = audit_draws(self._run, self.batches.seen(passing), self._report)
         except PeerFault as error:  # of an entry; or of the reading, which whoever checks the entries finds again
             self._fault = error
 
@@ -240,13 +246,33 @@ def _no_head(name: str, path: Path) -> LocalFault:
 
 
 def _save(path: Path, source: LogSource, result: LogAudit, root: bytes) -> None:
-    reader = LogReader(source, result.head)
+    """Write the log file. Of heads that contradict each other it is the larger one's: its entries are the proof.
+
+    Raises:
+        LocalFault: the entries are no longer those that were read before; when there is a fail to tell, that comes
+            first, and this is told beside it.
+    """
+    note, head = max(
+        ((note, LogHead.peek(note)) for note in (result.note, *result.conflicts)), key=lambda each: each[1].size
+    )
+    reader = LogReader(source, head)
 
     def checked() -> Iterator[LogEntry]:
-        yield from reader
-        reader.check()  # before the file takes the place of an older one
+        try:
+            yield from reader
+            reader.check()  # before the file takes the place of an older one
+        except PeerFault as error:
+            raise LocalFault(
+                E_LOG_ANSWER, "the log was not saved: read again, its entries are others", expected=error.expected,
+                got=error.got, hint="try again, by another way",
+            ) from None
 
-    log_file.write(path, root, source.run_manifest, result.note, checked())
+    try:
+        log_file.write(path, root, source.run_manifest, note, checked())
+    except (AssayError, OSError) as error:
+        if result.outcome == "pass":
+            raise
+        print(printable(as_ours(error)), file=sys.stderr)
 
 
 def _finish(result: LogAudit, remember: Path | None) -> None:
@@ -265,6 +291,8 @@ def _print(result: LogAudit, summary: str) -> None:
     console.print(f"[{_STYLE[result.outcome]}]{result.outcome.upper()}[/]{ended('', result.code)}", soft_wrap=True)
     for cause in likely_causes(result.code):
         console.print(f"  - {cause}", soft_wrap=True, markup=False)
+    if result.code is not None:
+        console.print(f"what to do: {advice(result.code)}", soft_wrap=True, markup=False)
     for note in result.conflicts:
         alone = LogHead.peek(note).size == result.head.size
         console.print(_HEADS_PROVE if alone else _ENTRIES_PROVE, soft_wrap=True)

@@ -13,9 +13,11 @@ from protocol.envelope import Envelope
 from protocol.errors import PeerFault, code
 from protocol.evidence import Evidence
 from protocol.identity import key_id
-from protocol.log_entry import LogEntry
+from protocol.log_entry import E_LOG_ENTRY, LogEntry
+from protocol.log_head import LogHead
 from protocol.log_proof import LogProof
 from protocol.messages import Receipt, RunManifest, Verdict
+from verifier.entry_form import malformed
 from verifier.findings import Report
 
 E_LOG_SILENT = code("E_LOG_SILENT", "the log says nothing, or something else, about an act that must be in it")
@@ -42,7 +44,7 @@ def check_log(
         return False
     head = report.attempt(
         "L.1 log head and inclusion", "signed by the coordinator, with every entry under it",
-        lambda: proof.open(run.run_id, bytes.fromhex(run.roles.coordinator)), node=False,
+        lambda: _open(proof, run), node=False,
         got=lambda head: f"{len(proof.entries)} entries under {head.size} ({head.root.hex()[:_SHOWN]})",
     )
     if head is None or evidence.receipt is None:
@@ -62,6 +64,18 @@ def check_log(
         if entry.body.get("sha256") not in signed:
             report.fault("L.3 verdict in the log", _unsigned(entry), blames_node=False)
     return report.clean
+
+
+def _open(proof: LogProof, run: RunManifest) -> LogHead:
+    """The head, once every entry is under it and in the form of its kind, so that the steps after this can read it."""
+    head = proof.open(run.run_id, bytes.fromhex(run.roles.coordinator))
+    for item in proof.entries:
+        wrong = malformed(item.entry, complete=False)
+        if wrong is not None:
+            name, expected, got = wrong
+            place = f"entry {item.entry.index}, {item.entry.kind}: {name}"
+            raise PeerFault(E_LOG_ENTRY, f"the coordinator signed {place}"[:200], expected=expected, got=got)
+    return head
 
 
 def _verdict_entries(proof: LogProof, receipt: Envelope) -> list[LogEntry]:

@@ -94,7 +94,7 @@ class Session:
         self._recompute([audit for audit in clean if audit.submission.drawn])
         for audit in clean:
             if audit.submission.replica is not None and audit.report.clean:
-                self._settle(audit)
+                _guarded(audit.report, "T2' replica", partial(self._settle, audit))
         return [audit.judgement() for audit in audits]
 
     def _cheap_tiers(self, audit: _Audit) -> None:

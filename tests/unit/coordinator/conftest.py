@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 
 from coordinator import event_log
+from coordinator.models import Batch
+from protocol.envelope import Envelope
 from protocol.log_entry import LogEntry, check_root, read_on
 from protocol.transparency import Peaks
 from tests.fakes.clock import FakeClock
 from tests.fakes.coordinator import RUN_ID, World
+from verifier.batch_audit import BatchAudit
 from verifier.draw_audit import audit_draws
 from verifier.findings import Report
 
@@ -18,7 +21,7 @@ MakeWorld = Callable[..., World]
 
 
 def check_log(world: World) -> None:
-    """Whatever a test made of a run: its log is under its head, and every draw, rate and ban in it can be explained."""
+    """Whatever a test made of a run: its log is under its head, and every draw, ban and batch can be explained."""
     log: list[LogEntry] = []
     with world.coordinator.database.read() as session:
         while page := event_log.entries(session, len(log), event_log.MAX_ENTRIES):
@@ -27,7 +30,10 @@ def check_log(world: World) -> None:
     peaks, report = Peaks(), Report()
     read_on(peaks, log)
     check_root(peaks, head.size, head.root)
-    audit_draws(world.coordinator.run.manifest, log, report)
+    batches = BatchAudit(world.coordinator.run.manifest)
+    audit_draws(world.coordinator.run.manifest, batches.seen(iter(log)), report)
+    with world.coordinator.database.read() as session:
+        batches.check(lambda version: Envelope.from_bytes(session.get_one(Batch, version).plan), report)
     assert report.clean, [finding for finding in report.findings if not finding.ok]
 
 

@@ -20,7 +20,7 @@ from protocol.log_head import LogHead, origin_of
 from protocol.messages import RunManifest
 from protocol.transparency import Peaks
 from tests.fakes.clock import FakeClock
-from tests.fakes.coordinator import RUN_ID, World
+from tests.fakes.coordinator import RUN_ID, FakeVerifier, World
 from tests.fakes.whole_log import read_log
 from verifier.audit_cli import app
 from verifier.draw_audit import DrawAudit, audit_draws
@@ -70,7 +70,7 @@ def run(world: World) -> RunManifest:
 def codes(run: RunManifest, log: Log) -> set[str | None]:
     report = Report()
     audit_draws(run, log, report)
-    assert len({finding.check for finding in report.findings}) == 8
+    assert len({finding.check for finding in report.findings}) == 9
     return {finding.code for finding in report.findings if not finding.ok}
 
 
@@ -108,6 +108,7 @@ def test_the_draws_of_an_honest_coordinator_hold(run: RunManifest, log: Log) -> 
     assert (counts.receipts, counts.bans, counts.operator_bans) == (14, 1, 0)
     assert counts.secret == 1
     assert 0 < counts.drawn < 13
+    assert all(finding.ok for finding in report.findings)
     assert counts.recomputed == counts.drawn - 1  # the cheat failed before T2
     assert counts.undecided == 0
     assert_accounted(counts)
@@ -252,3 +253,23 @@ def test_the_command_works_offline(
     result = RUNNER.invoke(app, ["run", write(skipped), "--json", "--remember", str(remember)])
     assert (result.exit_code, json.loads(result.stdout)["code"]) == (1, "E_DRAW_RATE")
     assert not remember.exists()
+
+
+@pytest.mark.parametrize(("outcome", "found"), [("pass", None), ("fail", "E_HEAD_KL")])
+def test_a_second_verifier_cannot_have_the_coordinator_accused(tmp_path: Path, outcome: str, found: str | None) -> None:
+    """It signs a recomputation that nobody asked for, after the bundle has passed."""
+    made = World(tmp_path / "run", FakeClock(), audit={"ramp": 0, "floor_ppm": 0}, batch={"groups_per_batch": 20})
+    made.publish()
+    made.node().join().work(1)
+    job = made.verifier.claim()
+    made.verifier.client.verdict(made.verifier.verdict(job))
+    other = FakeVerifier(made.keys["verifier2"], made.client(made.keys["verifier2"]), made.clock)
+    other.client.verdict(other.verdict(job, outcome, found, tiers=["T0", "T1", "T2", "T3"]))
+    made.clock.advance(700)
+    made.coordinator.sweep()
+    report = Report()
+    audit_draws(made.coordinator.run.manifest, read_log(made.http, RUN_ID, made.keys["coordinator"].public_key), report)
+    made.close()
+    assert report.clean
+    [finding] = [finding for finding in report.findings if not finding.ok]
+    assert (finding.code, made.keys["verifier2"].public_key.hex() in finding.got) == ("E_VERIFIER_UNASKED", True)

@@ -213,6 +213,41 @@ def test_a_review_is_of_a_bundle_that_had_passed() -> None:
     assert codes(*handed_in, passed, review, verdict(4), review) == {"E_LOG_ORDER"}
 
 
+SPARED: tuple[Fact, ...] = (*judged(1, 2, 3), submitted(4, rate=audit_rate_ppm(RUN.audit, 3), drawn=False))
+PASSED = verdict(4, tiers=("T0", "T1"))
+
+
+@pytest.mark.parametrize("tiers", [T2, T3, ("T0", "T1", "T3")])
+@pytest.mark.parametrize("outcome", ["pass", "fail", "inconclusive"])
+def test_what_a_verifier_does_unasked_is_not_the_coordinators(outcome: str, tiers: Sequence[str]) -> None:
+    """Any verifier key could have the coordinator accused otherwise: what does not count, it has to keep."""
+    later = verdict(4, outcome, tiers, counted=False)
+    report, plain = Report(), Report()
+    told = audit_draws(RUN, the_log(*SPARED, PASSED, later), report)
+    assert told == audit_draws(RUN, the_log(*SPARED, PASSED), plain)  # it counts for no sum either
+    assert report.clean
+    [finding] = [finding for finding in report.findings if not finding.ok]
+    assert (finding.code, finding.check) == ("E_VERIFIER_UNASKED", "V.1 verifiers")
+    assert RUN.roles.verifiers[0] in finding.got
+
+
+def test_an_end_without_a_decision_is_the_verifiers_too() -> None:
+    assert codes(*SPARED, verdict(4, "inconclusive"), PASSED) == {"E_VERIFIER_UNASKED"}
+
+
+def test_a_recomputation_that_counted_unasked_is_the_coordinators() -> None:
+    for outcome, tiers in (("pass", T2), ("fail", T3)):
+        report = Report()
+        audit_draws(RUN, the_log(*SPARED, verdict(4, outcome, tiers)), report)
+        assert report.blamed == "E_DRAW_PRETEXT"
+        [finding] = [finding for finding in report.findings if not finding.ok]
+        assert RUN.roles.verifiers[0] in finding.got
+
+
+def test_a_verdict_too_many_on_a_drawn_bundle_is_nobodys_fault() -> None:
+    assert codes(*judged(1), verdict(1, "fail", T3, counted=False)) == set()
+
+
 def waiting(*times_ms: int, reveal_last: bool = False) -> tuple[set[str | None], Report]:
     log = the_log(*judged(1), end=())
     for at_ms in times_ms:

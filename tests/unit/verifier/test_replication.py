@@ -9,8 +9,10 @@ import pytest
 
 from protocol.rollout import Bundle
 from tests.adversary.world import World, identity, quantised
+from verifier import session as session_module
 from verifier.replication import cut, differences, first_difference
 from verifier.session import Session
+from verifier.structure import open_submission
 
 OTHER = identity("another node")
 
@@ -83,3 +85,18 @@ def test_an_unusable_replica_changes_nothing(world, ours, theirs):
     submission = replace(world.submission(ours, world.honest(ours), drawn=False), replica=broken)
     found = world.judge(submission)
     assert (found.outcome, found.diverges) == ("pass", False)
+
+
+def test_a_twin_that_breaks_the_audit_is_no_verdict_and_ends_nothing(world, ours, theirs, monkeypatch):
+    """One submission whose replica nobody can read: it is inconclusive, and the one beside it is judged."""
+    other = world.submission(theirs, world.honest(theirs), signer=OTHER)
+    mine = world.submission(ours, world.honest(ours), drawn=False)
+
+    def broken(run, submission, book, report):
+        if submission is other:
+            raise MemoryError
+        return open_submission(run, submission, book, report)
+
+    monkeypatch.setattr(session_module, "open_submission", broken)
+    found = Session(world.run, world.book, world.rewards, None).judge([replace(mine, replica=other), mine])
+    assert [(one.outcome, one.code) for one in found] == [("inconclusive", "E_INTERNAL"), ("pass", None)]
