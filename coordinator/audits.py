@@ -193,21 +193,21 @@ class Audits:
         self._groups.verified(session, receipt, now_ms)
 
     def _weigh(self, session: Session, receipt: Receipt, verdict: Verdict, node: Node, now_ms: int) -> None:
-        """Add a verdict's scores to the suspicion of the node; at the alarm it is banned.
+        """Add what a bundle's scores say to the suspicion of the node; at the alarm it is banned.
+
+        A bundle under review was chosen for what it looks like itself (a screen, a replica): its scores are no fair
+        sample of the node's, and are left out. What stands out there is judged by the limits.
 
         A profile that the run does not list has no honest distribution to be compared with: its scores count nothing.
         It is the one that the bundle was committed under; the node may have registered another since.
         """
-        if not verdict.scores or _profile(receipt) not in self._run.profile_names:
+        if receipt.review or not verdict.scores or _profile(receipt) not in self._run.profile_names:
             return
         before = node.suspicion_milli
-        for rollout in verdict.scores:
-            confirmed = "T3" in verdict.tiers
-            node.suspicion_milli = statistics.advance(
-                node.suspicion_milli, rollout.llr_milli, self._alarm, confirmed=confirmed
-            )
-            node.suspicion_rollouts += 1
-        after = node.suspicion_milli
+        evidence = statistics.bundle_milli([rollout.llr_milli for rollout in verdict.scores])
+        after = statistics.advance(before, evidence, self._alarm, confirmed="T3" in verdict.tiers)
+        node.suspicion_milli = after
+        node.suspicion_rollouts += len(verdict.scores)
         body = {"receipt_id": receipt.id, "node_id": node.id, "before_milli": before, "after_milli": after}
         event_log.append(session, now_ms, "suspicion", body)
         if after < self._alarm:

@@ -18,7 +18,7 @@ class Stratum(Part):
     """Null distributions of honest rollouts of some length: level j is exceeded with a chance of at most 2^-(j+1)."""
 
     min_tokens: Annotated[int, Field(ge=1, lt=2**31)]  #: fewest stochastic tokens of a rollout that belongs here
-    rollouts: Count  #: honest rollouts the levels were taken from
+    rollouts: Count  #: honest rollouts the levels were taken from, each of another group
     log_kl_milli: Levels  #: mean log-divergence, 1e-3 of a natural log of nats
     bias_centre_nano: Signed  #: median of the signed bias, 1e-9 nats
     bias_nano: Levels  #: distance of the signed bias from its centre, 1e-9 nats

@@ -51,7 +51,7 @@ MOST = 400
 class Bench:
     """Pipelines by setting and number. ``worlds``: sets of weights per setting; trials take turns."""
 
-    def __init__(self, folder: Path, *, worlds: int = 1, calibrating: int = 160):
+    def __init__(self, folder: Path, *, worlds: int = 1, calibrating: int = 340):
         self._folder, self._worlds, self._calibrating = folder, worlds, calibrating
         self._pipelines: dict[tuple[str, int], Pipeline] = {}
         self._honest: dict[int, NodeAtWork] = {}

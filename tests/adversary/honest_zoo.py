@@ -96,11 +96,12 @@ class StackResult:
 
 
 class Recorder:
-    """Passes recomputations on and keeps what they found; ``residuals`` by profile, T2 only."""
+    """Passes recomputations on and keeps what they found by profile, T2 only; ``honest`` as calibrating does."""
 
     def __init__(self, pipeline: Pipeline):
         session = pipeline.verifier._session
         self._shelf, self.residuals = session._recomputers, dict[str, list[Residuals]]()
+        self.honest: dict[str, Honest] = {}
         session._recomputers = self
 
     def __call__(self, tier: str) -> Any:
@@ -111,7 +112,9 @@ class Recorder:
                 found = inner.residuals(submissions)
                 if tier == "T2":
                     for opened, rollouts in zip(submissions, found, strict=True):
-                        recorder.residuals.setdefault(opened.commitment.profile, []).extend(rollouts)
+                        profile = opened.commitment.profile
+                        recorder.residuals.setdefault(profile, []).extend(rollouts)
+                        recorder.honest.setdefault(profile, Honest(versions={0})).add(opened.lease.group, rollouts)
                         recorder.last = rollouts
                 return found
 
@@ -153,8 +156,8 @@ def _note_node(result: StackResult, node: NodeAtWork) -> None:
 def calibrated_profiles(pipeline: Pipeline, recorder: Recorder) -> list[Profile]:
     """Profiles with limits and levels from everything that was recorded."""
     made = []
-    for name, residuals in sorted(recorder.residuals.items()):
-        honest = Honest(residuals=residuals, versions={0}, run=pipeline.world.run)
+    for name, honest in sorted(recorder.honest.items()):
+        honest.run = pipeline.world.run
         made.append(make_record(honest, name, VERIFIER, pipeline.clock.now_ms()).profile)
     return made
 
@@ -163,9 +166,9 @@ def _pass(
     folder: Path, salt: str, profiles: list[Profile], stacks: Iterable[Stack], each: int, **changes: Any
 ) -> tuple[list[StackResult], list[Profile], int]:
     """One run with these profiles: its results, the calibration they give, and the alarm level."""
+    batch = {"groups_per_batch": 65_536} | changes.pop("batch", {})
     world = World(
-        folder / salt, versions=2, salt=salt, batch={"groups_per_batch": 65_536}, audit=ALL_DRAWN, profiles=profiles,
-        **changes,
+        folder / salt, versions=2, salt=salt, batch=batch, audit=ALL_DRAWN, profiles=profiles, **changes
     )
     pipeline = Pipeline(world)
     recorder = Recorder(pipeline)
@@ -181,8 +184,12 @@ def _pass(
 def calibrate(
     folder: Path, stacks: Iterable[Stack], each: int, **changes: Any
 ) -> tuple[list[StackResult], list[Profile]]:
-    """A calibration of the stacks' profiles from ``each`` rollouts of every stack, under provisional wide limits."""
-    return _pass(folder, "calibration", [PROVISIONAL, TORCH_CPU_FP32], stacks, each, **changes)[:2]
+    """A calibration of the stacks' profiles from ``each`` rollouts of every stack, under provisional wide limits.
+
+    Levels need many prompts, not many rollouts of each: groups are as small as they can be.
+    """
+    small = {"batch": {"group_size": 2, "samples_per_lease": 2}}
+    return _pass(folder, "calibration", [PROVISIONAL, TORCH_CPU_FP32], stacks, each, **small, **changes)[:2]
 
 
 def tiny_zoo(

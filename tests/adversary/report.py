@@ -24,7 +24,7 @@ PAGE: Final = DOCS / "attack-zoo.md"
 NUMBERS: Final = DOCS / "attack-zoo.json"
 PARTS: Final = ("attacks", "tiny", "smollm2")
 #: Rollouts per stack of the tiny honest zoo: unlisted, calibrating, checked.
-TINY: Final = (48, 100, 200)
+TINY: Final = (48, 120, 200)
 
 logger = logging.getLogger("tests.adversary.report")
 
