@@ -15,18 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from coordinator.presets import TORCH_CPU_FP32
 from learner.genesis import init_model
 from learner.places import read_model
 from protocol import statistics
 from protocol.messages import Environment, Profile, SamplingRules
+from protocol.reference import ReferenceModel
 from protocol.weights.layout import State
 from tests.adversary.pipeline import NodeAtWork, Pipeline
 from tests.adversary.stacks import BF16, FP32, Stack
 from tests.adversary.world import VERIFIER, World
 from verifier.calibrate import Honest, make_record
 from verifier.divergence import Residuals
+from verifier.findings import Report
+from verifier.structure import open_submission
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +194,26 @@ def calibrate(
     """
     small = {"batch": {"group_size": 2, "samples_per_lease": 2}}
     return _pass(folder, "calibration", [PROVISIONAL, TORCH_CPU_FP32], stacks, each, **small, **changes)[:2]
+
+
+def calibrate_alone(folder: Path, groups: int, versions: int = 2) -> list[Profile]:
+    """Profiles from one rollout of each of so many groups, half of them with either attention; no coordinator."""
+    world = World(folder, versions=versions, salt="calibration", profiles=[PROVISIONAL, TORCH_CPU_FP32])
+    profiles = []
+    for name, dtype in ((BF16_NAME, torch.bfloat16), (TORCH_CPU_FP32.name, torch.float32)):
+        honest, opened = Honest(versions=set(range(versions)), run=world.run), []
+        ways = [(version, attention) for version in range(versions) for attention in ("sdpa", "eager")]
+        for number, (version, attention) in enumerate(ways):
+            world.engine = ReferenceModel.load(world.model_dir, world.layout, dtype=dtype, attention=attention)
+            for group in range(number, groups, len(ways)):
+                lease = world.lease(group, samples=[0], start_version=version)
+                submission = world.submission(lease, world.generate(lease), profile=name)
+                opened.append(open_submission(world.run, submission, world.book, Report()))
+        assert None not in opened
+        for one, residuals in zip(opened, world.shelf("T2").residuals(opened), strict=True):
+            honest.add(one.lease.group, residuals)
+        profiles.append(make_record(honest, name, VERIFIER, world.clock.now_ms()).profile)
+    return profiles
 
 
 def tiny_zoo(

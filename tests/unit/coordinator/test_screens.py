@@ -132,10 +132,11 @@ def weigh(world: World, node: FakeNode, *llr_milli: int, second_look: bool = Fal
     return job
 
 
-def audited(make_world: MakeWorld, **audit: Any) -> tuple[World, FakeNode, int]:
-    """A node that is always audited, and the alarm: ln(100 / 0.1)."""
+def audited(make_world: MakeWorld, group_size: int = 2, **audit: Any) -> tuple[World, FakeNode, int]:
+    """A node that is always audited, each bundle another group, and the alarm: ln(100 / 0.1)."""
     world = make_world(
-        batch={"groups_per_batch": 20}, audit={"ramp": 1000, "life_rollouts": 100, "alpha_ppm": 100_000} | audit
+        batch={"groups_per_batch": 40, "group_size": group_size},
+        audit={"ramp": 1000, "life_rollouts": 100, "alpha_ppm": 100_000} | audit,
     )
     world.publish()
     return world, world.node().join(), statistics.alarm_milli(world.coordinator.run.manifest.audit)
@@ -170,6 +171,15 @@ def test_rollouts_of_one_bundle_are_one_piece_of_evidence(make_world: MakeWorld)
     row = world.node_row(node)
     assert row["suspicion_milli"] == math.floor(1000 * math.log((math.exp(3) + math.exp(-0.5)) / 2))
     assert row["suspicion_rollouts"] == 2
+
+
+def test_bundles_of_one_group_are_one_piece_of_evidence(make_world: MakeWorld) -> None:
+    world, node, _ = audited(make_world, group_size=4)
+    sums = []
+    for llr_milli in (1_000, 3_000, 500, -500):
+        weigh(world, node, llr_milli)
+        sums.append(world.node_row(node)["suspicion_milli"])
+    assert sums == [1_000, 1_000, 1_500, 1_500]  # two bundles of each group
 
 
 def test_scores_of_a_bundle_that_was_chosen_for_its_looks_count_nothing(make_world: MakeWorld) -> None:
@@ -259,7 +269,7 @@ def test_a_run_that_takes_listed_profiles_only_says_so(world: World) -> None:
 
 def test_numbers_never_ban_an_unlisted_profile_but_a_wrong_draw_does(make_world: MakeWorld) -> None:
     world = make_world(
-        batch={"groups_per_batch": 20},
+        batch={"groups_per_batch": 20, "group_size": 2},
         audit={"ramp": 1000, "life_rollouts": 100, "alpha_ppm": 100_000, "unknown_profiles": True},
     )
     world.publish()
