@@ -197,7 +197,7 @@ class Audits:
 
         A bundle under review was chosen for what it looks like itself (a screen, a replica): its scores are no fair
         sample of the node's, and are left out. What stands out there is judged by the limits. Of the bundles of one
-        group, which share their prompt, the first one that is recomputed counts, whatever it says.
+        group, which share their prompt, the first one that is recomputed counts, whatever it says (none after a review).
 
         A profile that the run does not list has no honest distribution to be compared with: its scores count nothing.
         It is the one that the bundle was committed under; the node may have registered another since.
@@ -224,7 +224,7 @@ class Audits:
         self._discipline.ban(session, node, now_ms, code=E_SUSPICION, reason=reason, receipt_id=receipt.id)
 
     def _has_weighed(self, session: Session, receipt: Receipt) -> bool:
-        """Whether another bundle of the same node and group passed a recomputation that it was drawn for."""
+        """Whether another bundle of the same node and group passed a recomputation, or was chosen for one."""
         group = session.get_one(Unit, receipt.unit_id).group_id
         query = (
             select(Receipt.id)
@@ -232,7 +232,7 @@ class Audits:
             .join(Unit, Unit.id == Lease.unit_id)
             .where(
                 Unit.group_id == group, Receipt.node_id == receipt.node_id, Receipt.id != receipt.id,
-                Receipt.drawn, Receipt.state == ReceiptState.PASS,
+                or_(Receipt.review, and_(Receipt.drawn, Receipt.state == ReceiptState.PASS)),
             )
         )
         return session.scalar(query.limit(1)) is not None

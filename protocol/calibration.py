@@ -41,7 +41,7 @@ class Profile(Part):
     max_mean_kl_nano: Count  #: mean KL(committed head || reference) per stochastic token of a rollout, 1e-9 nats
     max_token_kl_micro: Count  #: the same for any single token, 1e-6 nats
     max_margin_micro: Count  #: how far a tail draw may lose under the reference, 1e-6 nats
-    calibration: Calibration | None = None  #: None: limits alone judge a rollout, nothing is summed up over rollouts
+    calibration: Calibration | None = None  #: None: limits alone judge a rollout, nothing is summed up over bundles
 
 
 class RolloutScore(Part):
