@@ -196,8 +196,8 @@ class Audits:
         """Add what a bundle's scores say to the suspicion of the node; at the alarm it is banned.
 
         A bundle under review was chosen for what it looks like itself (a screen, a replica): its scores are no fair
-        sample of the node's, and are left out. What stands out there is judged by the limits. Of the bundles of one
-        group, which share their prompt, the first one that is recomputed counts, whatever it says (none after a review).
+        sample of the node's, and are left out. What stands out there is judged by the limits. Bundles of one group
+        share their prompt: the first one that is recomputed counts, whatever it says, and none after a review.
 
         A profile that the run does not list has no honest distribution to be compared with: its scores count nothing.
         It is the one that the bundle was committed under; the node may have registered another since.

@@ -129,7 +129,8 @@ PASSES: Final = {
     "unlisted": "A profile that the run does not list is held to the narrowest limits and never punished: outside them "
                 "it is `E_UNCALIBRATED`, inconclusive. Float32 is listed.",
     "calibrating": "Rollouts from which both profiles are calibrated, bf16 under provisional wide limits.",
-    "calibrated": "Other rollouts under that calibration. What bundles say is summed up per node; the alarm is at {alarm} nats.",
+    "calibrated": "Other rollouts under that calibration. What bundles say is summed up per node; the alarm is at "
+                  "{alarm} nats.",
 }
 HONEST_TABLE: Final = """
 | stack | rollouts | tokens | outcomes | banned | mean KL | bias | clipped margin | score |
