@@ -1,7 +1,8 @@
 """Simulates the audit statistics with the project's own code, next to what docs/statistics.md derives.
 
 False bans: honest rollouts whose three statistics exceed their levels exactly as often as the calibration allows (the
-worst case), at an alarm low enough to see crossings, and exactly at the default alarm by a Markov chain. Frauds before
+worst case), at an alarm low enough to see crossings, and exactly at the default alarm by a Markov chain; and bundles of
+eight rollouts that are more or less alike. Power: bundles until a shift of the statistics is banned. Frauds before
 detection and audit fractions: the coordinator's rate rule and its HMAC draw. Luck: groups of eight, four samples each
 of two nodes, solved with a chance of one half by an honest node and with more by one that chooses what it hands in.
 """
@@ -19,6 +20,8 @@ import harness
 
 harness.pin_threads()
 
+from statistics import NormalDist  # noqa: E402
+
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
@@ -28,15 +31,25 @@ from protocol.statistics import (  # noqa: E402
     LUCK_ALARM_MILLI,
     MIN_SCORE,
     alarm_milli,
+    bundle_milli,
     luck_milli,
     state_chances,
     state_scores,
 )
 
 POLICY: Final = AuditPolicy()
-#: Levels that 3,000 honest rollouts support.
+#: Levels that honest rollouts of 3,000 and of 300 prompts support.
 LEVELS: Final = 8
-#: The simulated alarm: a bound of 0.05 over so many audited rollouts.
+FEW_LEVELS: Final = 5
+#: Rollouts of a bundle, and how alike those of one bundle are in log-divergence, bias and margin (correlation of normal
+#: scores). 0.14 is what log-divergences of a tiny model in bf16 show.
+BUNDLE: Final = 8
+ALIKE: Final = {
+    "0": (0.0, 0.0, 0.0), "0.14": (0.14, 0.0, 0.0), "0.9": (0.9, 0.0, 0.0), "0.9 in all three": (0.9, 0.9, 0.9),
+}
+#: Shifts of the log-divergence of a cheat, in standard deviations.
+SHIFTED: Final = (1.0, 2.0, 3.0)
+#: The simulated alarm: a bound of 0.05 over so many audited bundles.
 LIFE: Final = 1_000
 BOUND: Final = 0.05
 #: Share of audited frauds that T2 finds, and of all frauds that the learner's screen (T1') finds.
@@ -52,20 +65,20 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Null:
-    """Distribution of an honest rollout's evidence, 1e-3 nats."""
+    """Distribution of an honest bundle's evidence, 1e-3 nats."""
 
     values: NDArray[np.int64]
     chances: Floats
 
     @classmethod
     def alike(cls) -> Null:
-        """The three statistics say the same: the heaviest tail that the mean of three can have."""
+        """The three statistics of all its rollouts say the same: the heaviest tail that their mean can have."""
         scores = [math.floor(1000 * score) for score in state_scores(LEVELS)]
         return cls(np.array(scores), np.array(state_chances(LEVELS)))
 
     @classmethod
     def independent(cls) -> Null:
-        """The three statistics know nothing of each other."""
+        """One rollout, whose three statistics know nothing of each other."""
         ratios = np.exp(state_scores(LEVELS))
         chances = np.array(state_chances(LEVELS))
         mean = (ratios[:, None, None] + ratios[None, :, None] + ratios) / 3
@@ -99,7 +112,7 @@ def groups_until(luck: Null, alarm: int, trials: int, rng: np.random.Generator) 
 
 
 def false_bans(null: Null, alarm: int, life: int, lives: int, rng: np.random.Generator) -> float:
-    """Share of honest lives of ``life`` audited rollouts whose sum reaches ``alarm``."""
+    """Share of honest lives of ``life`` audited bundles whose sum reaches ``alarm``."""
     totals, banned = np.zeros(lives, np.int64), np.zeros(lives, bool)
     for _ in range(life):
         totals = np.maximum(0, totals + rng.choice(null.values, lives, p=null.chances))
@@ -126,6 +139,79 @@ def exact_false_bans(null: Null, alarm: int, life: int, settle: int) -> float:
         alive *= after.sum()
         chain = after / after.sum()
     return -math.expm1(math.log(alive) + max(0, life - settle) * math.log1p(-rate))
+
+
+class Bundles:
+    """Evidence of bundles whose rollouts are alike, one per node and call.
+
+    Args:
+        alike: correlation within a bundle, of each statistic.
+        shift: of the log-divergence, in standard deviations; 0 for an honest node.
+        of_a_group: bundles in succession that share their prompt as the rollouts of one do.
+    """
+
+    def __init__(
+        self, rng: np.random.Generator, nodes: int, alike: tuple[float, ...], *, shift: float = 0.0,
+        size: int = BUNDLE, levels: int = LEVELS, of_a_group: int = 1,
+    ):
+        self._rng, self._nodes, self._alike, self._shift, self._size = rng, nodes, alike, shift, size
+        self._edges = [NormalDist().inv_cdf(1 - 2.0 ** -(j + 1)) for j in range(levels)]
+        self._ratios, self._of_a_group, self._made = np.exp(state_scores(levels)), of_a_group, 0
+        self._prompts: list[Floats] = []
+
+    def __call__(self) -> NDArray[np.int64]:
+        """(nodes,) 1e-3 nats."""
+        if self._made % self._of_a_group == 0:
+            self._prompts = [self._rng.standard_normal((self._nodes, 1)) for _ in self._alike]
+        self._made += 1
+        ratios: Any = 0.0
+        for number, (alike, prompt) in enumerate(zip(self._alike, self._prompts, strict=True)):
+            own = self._rng.standard_normal((self._nodes, self._size))
+            normal = math.sqrt(alike) * prompt + math.sqrt(1 - alike) * own + (0 if number else self._shift)
+            ratios = ratios + self._ratios[np.searchsorted(self._edges, normal)]
+        scores = np.maximum(np.floor(1000 * np.log(ratios / len(self._alike))), 1000 * MIN_SCORE)
+        mean = np.exp(scores / 1000).mean(axis=1)
+        found = np.maximum(np.floor(1000 * np.log(mean)), 1000 * MIN_SCORE).astype(np.int64)
+        assert abs(int(found[0]) - bundle_milli(scores[0].astype(int).tolist())) <= 1
+        return found
+
+
+def clustered_false_bans(bundles: Bundles, alarm: int, life: int, lives: int) -> tuple[float, float]:
+    """Share of honest lives whose sum reaches ``alarm``, and the mean ratio of a bundle."""
+    totals, banned, ratio = np.zeros(lives, np.int64), np.zeros(lives, bool), 0.0
+    for _ in range(life):
+        found = bundles()
+        totals = np.maximum(0, totals + found)
+        banned |= totals >= alarm
+        ratio += float(np.exp(found / 1000).mean())
+    return float(banned.mean()), ratio / life
+
+
+def bundles_until(bundles: Bundles, alarm: int, nodes: int) -> list[float]:
+    """Bundles until the sum of a cheat reaches ``alarm``: median and 99 % quantile."""
+    totals, needed = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
+    while (running := totals < alarm).any():
+        totals = np.where(running, np.maximum(0, totals + bundles()), totals)
+        needed += running
+    return [float(np.quantile(needed, share)) for share in (0.5, 0.99)]
+
+
+def clusters(alarm: int, low_alarm: int, lives: int, rng: np.random.Generator) -> dict[str, Any]:
+    """What is measured over bundles of several rollouts."""
+    bans, ratios, pairs, needed = {}, {}, {}, {}
+    for name, alike in ALIKE.items():
+        bans[name], ratios[name] = clustered_false_bans(Bundles(rng, lives, alike), low_alarm, LIFE, lives)
+        pairs[name] = clustered_false_bans(Bundles(rng, lives, alike, of_a_group=2), low_alarm, LIFE, lives)[0]
+    for size, levels in ((BUNDLE, LEVELS), (BUNDLE, FEW_LEVELS), (1, LEVELS), (1, FEW_LEVELS)):
+        needed[f"bundles of {size}, {levels} levels"] = {
+            f"{shift:g}": bundles_until(
+                Bundles(rng, 400, ALIKE["0.14"], shift=shift, size=size, levels=levels), alarm, 400
+            ) for shift in SHIFTED
+        }
+    return {
+        "false_ban_clustered": bans, "false_ban_clustered_most": max(bans.values()), "bundle_ratio": ratios,
+        "false_ban_pairs_of_a_group": pairs, "bundles_until_banned": needed,
+    }
 
 
 def frauds_before_detection(chance: float, screen: float, trials: int, rng: random.Random) -> float:
@@ -185,6 +271,7 @@ def measure(quick: bool, seed: int) -> tuple[dict[str, Any], str]:
     exact_low = exact_false_bans(Null.alike(), low_alarm, LIFE, LIFE)
     alarm = alarm_milli(POLICY)
     exact = exact_false_bans(Null.alike(), alarm, POLICY.life_rollouts, 300 if quick else 3_000)
+    clustered = clusters(alarm, low_alarm, lives // 20, numbers)
     lucky = 2 * exact_false_bans(luck_of(0.5), LUCK_ALARM_MILLI, GROUPS, 3_000)  # both sides: shares are alike
     pinned = {lead: groups_until(luck_of(0.5 + lead), LUCK_ALARM_MILLI, trials // 10, numbers) for lead in LEADS}
     caught = 1 - (1 - q * POWER) * (1 - SCREEN * POWER)
@@ -193,14 +280,15 @@ def measure(quick: bool, seed: int) -> tuple[dict[str, Any], str]:
         "false_ban_bound": BOUND, "false_ban_observed": max(observed.values()),
         "false_ban_observed_independent": observed["independent"], "false_ban_exact": exact_low,
         "false_ban_bound_default": POLICY.alpha_ppm / 1e6, "false_ban_exact_default": exact,
-        "alarm_nats_default": alarm / 1000,
+        "alarm_nats_default": alarm / 1000, **clustered,
         "expected_frauds_before_detection": frauds_before_detection(POWER, 0.0, trials, rng),
         "expected_frauds_before_detection_predicted": (1 - q * POWER) / (q * POWER),
         "expected_frauds_with_screen": frauds_before_detection(POWER, SCREEN, trials, rng),
         "expected_frauds_with_screen_predicted": (1 - caught) / caught,
         "audit_fraction": {f"{n:.0e}".replace("e+0", "e"): fractions[n] for n in HORIZONS},
         "audit_fraction_predicted": {f"{n:.0e}".replace("e+0", "e"): predicted_fraction(n) for n in HORIZONS},
-        "luck_alarm_nats": LUCK_ALARM_MILLI / 1000, "false_pin_bound": 0.01, "false_pin_exact": lucky,
+        "luck_alarm_nats": LUCK_ALARM_MILLI / 1000, "false_pin_bound": 0.02, "false_pin_bound_rewards": 0.01,
+        "false_pin_exact": lucky,
         "groups_until_pinned": {f"{lead:g}": groups for lead, groups in pinned.items()},
         "deterrence_below": deterrence(0.8, trials, rng), "deterrence_above": deterrence(1.25, trials, rng),
     }
@@ -208,12 +296,20 @@ def measure(quick: bool, seed: int) -> tuple[dict[str, Any], str]:
         ("false bans, alarm for 0.05, worst case", result["false_ban_observed"], f"<= {BOUND} (exact {exact_low:.4f})"),
         ("false bans, independent statistics", observed["independent"], f"<= {BOUND}"),
         (f"false bans, default alarm {alarm / 1000:.2f}, exact", exact, f"<= {POLICY.alpha_ppm / 1e6:g}"),
+        *((f"false bans, bundles of {BUNDLE} alike by {name}", share, f"<= {BOUND}")
+          for name, share in clustered["false_ban_clustered"].items()),
+        *((f"the same, pairs of one group in the same hands, {name}", share, "no bound")
+          for name, share in clustered["false_ban_pairs_of_a_group"].items()),
+        *((f"mean ratio of a bundle alike by {name}", ratio, "<= 1")
+          for name, ratio in clustered["bundle_ratio"].items()),
+        *((f"{name} until a shift of {shift} s.d. is banned", bundles[0], "median")
+          for name, found in clustered["bundles_until_banned"].items() for shift, bundles in found.items()),
         ("frauds before detection", result["expected_frauds_before_detection"],
          result["expected_frauds_before_detection_predicted"]),
         ("the same with a screen of 0.9", result["expected_frauds_with_screen"],
          result["expected_frauds_with_screen_predicted"]),
         *((f"audited share of {n:,} jobs", fractions[n], predicted_fraction(n)) for n in HORIZONS),
-        (f"honest leases pinned within {GROUPS:,} groups, exact", lucky, "<= 0.01"),
+        (f"honest leases pinned by rewards within {GROUPS:,} groups, exact", lucky, "<= 0.01"),
         *((f"groups until a lead of {lead:g} is pinned", groups, "median") for lead, groups in pinned.items()),
         ("winnings at 0.8 x the break-even penalty", result["deterrence_below"], "> 0"),
         ("winnings at 1.25 x the break-even penalty", result["deterrence_above"], "< 0"),

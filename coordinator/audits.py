@@ -204,21 +204,24 @@ class Audits:
         self._groups.verified(session, receipt, now_ms)
 
     def _weigh(self, session: Session, receipt: Receipt, verdict: Verdict, node: Node, now_ms: int) -> None:
-        """Add a verdict's scores to the suspicion of the node; at the alarm it is banned.
+        """Add what a bundle's scores say to the suspicion of the node; at the alarm it is banned.
+
+        A bundle under review was chosen for what it looks like itself (a screen, a replica): its scores are no fair
+        sample of the node's, and are left out. What stands out there is judged by the limits. Bundles of one group
+        share their prompt: the first one that is recomputed counts, whatever it says, and none after a review.
 
         A profile that the run does not list has no honest distribution to be compared with: its scores count nothing.
         It is the one that the bundle was committed under; the node may have registered another since.
         """
-        if not verdict.scores or _profile(receipt) not in self._run.profile_names:
+        if receipt.review or not verdict.scores or _profile(receipt) not in self._run.profile_names:
+            return
+        if self._has_weighed(session, receipt):
             return
         before = node.suspicion_milli
-        for rollout in verdict.scores:
-            confirmed = "T3" in verdict.tiers
-            node.suspicion_milli = statistics.advance(
-                node.suspicion_milli, rollout.llr_milli, self._alarm, confirmed=confirmed
-            )
-            node.suspicion_rollouts += 1
-        after = node.suspicion_milli
+        evidence = statistics.bundle_milli([rollout.llr_milli for rollout in verdict.scores])
+        after = statistics.advance(before, evidence, self._alarm, confirmed="T3" in verdict.tiers)
+        node.suspicion_milli = after
+        node.suspicion_rollouts += len(verdict.scores)
         body = {"receipt_id": receipt.id, "node_id": node.id, "before_milli": before, "after_milli": after}
         event_log.append(session, now_ms, "suspicion", body)
         if after < self._alarm:
@@ -230,6 +233,20 @@ class Audits:
             f"alarm at {self._alarm / 1000:.2f}"
         )
         self._discipline.ban(session, node, now_ms, code=E_SUSPICION, reason=reason, receipt_id=receipt.id)
+
+    def _has_weighed(self, session: Session, receipt: Receipt) -> bool:
+        """Whether another bundle of the same node and group passed a recomputation, or was chosen for one."""
+        group = session.get_one(Unit, receipt.unit_id).group_id
+        query = (
+            select(Receipt.id)
+            .join(Lease, Lease.id == Receipt.lease_id)
+            .join(Unit, Unit.id == Lease.unit_id)
+            .where(
+                Unit.group_id == group, Receipt.node_id == receipt.node_id, Receipt.id != receipt.id,
+                or_(Receipt.review, and_(Receipt.drawn, Receipt.state == ReceiptState.PASS)),
+            )
+        )
+        return session.scalar(query.limit(1)) is not None
 
     def _failed(self, session: Session, receipt: Receipt, verdict: Verdict, now_ms: int) -> None:
         node, found = session.get_one(Node, receipt.node_id), verdict.code or ""

@@ -18,7 +18,7 @@ class Stratum(Part):
     """Null distributions of honest rollouts of some length: level j is exceeded with a chance of at most 2^-(j+1)."""
 
     min_tokens: Annotated[int, Field(ge=1, lt=2**31)]  #: fewest stochastic tokens of a rollout that belongs here
-    rollouts: Count  #: honest rollouts the levels were taken from
+    rollouts: Count  #: honest rollouts the levels were taken from, each of another group
     log_kl_milli: Levels  #: mean log-divergence, 1e-3 of a natural log of nats
     bias_centre_nano: Signed  #: median of the signed bias, 1e-9 nats
     bias_nano: Levels  #: distance of the signed bias from its centre, 1e-9 nats
@@ -41,7 +41,7 @@ class Profile(Part):
     max_mean_kl_nano: Count  #: mean KL(committed head || reference) per stochastic token of a rollout, 1e-9 nats
     max_token_kl_micro: Count  #: the same for any single token, 1e-6 nats
     max_margin_micro: Count  #: how far a tail draw may lose under the reference, 1e-6 nats
-    calibration: Calibration | None = None  #: None: limits alone judge a rollout, nothing is summed up over rollouts
+    calibration: Calibration | None = None  #: None: limits alone judge a rollout, nothing is summed up over bundles
 
 
 class RolloutScore(Part):

@@ -92,9 +92,9 @@ class AuditPolicy(Part):
     forced_after_quiet: Annotated[int, Field(ge=0, le=100_000)] = 5  #: the same after a quiet spell
     quiet_ms: Annotated[int, Field(ge=1000)] = 6 * 3_600_000  #: a node that handed nothing in for this long was quiet
     unknown_profiles: bool = False  #: take nodes whose profile the run does not list: all audited, never punished by T2
-    life_rollouts: Annotated[int, Field(ge=1, le=10**12)] = 1_000_000  #: audited rollouts that ``alpha_ppm`` is for
+    life_rollouts: Annotated[int, Field(ge=1, le=10**12)] = 1_000_000  #: audited bundles that ``alpha_ppm`` is for
     alpha_ppm: Annotated[int, Field(ge=1, le=1_000_000)] = 1_000
-    #: bound on the chance that statistics ban any honest node within ``life_rollouts``: alarm at ln(rollouts / alpha)
+    #: bound on the chance that statistics ban any honest node within ``life_rollouts``: alarm at ln(bundles / alpha)
 
 
 class Roles(Part):

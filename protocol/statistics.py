@@ -1,6 +1,7 @@
 """Scores of calibrated statistics, and the suspicion of a node: their sequential sum.
 
 Pure functions over numbers. A *score* is a log-likelihood ratio in nats, positive when it speaks against honesty.
+Rollouts have scores, bundles have the logarithm of the mean of their ratios, and nodes the sum of those of bundles.
 Derivations and bounds: ``docs/statistics.md``. Imports no numpy, for the coordinator and an auditor need it as well.
 """
 
@@ -26,7 +27,8 @@ SHIFTS: Final = (1.0, 3.0)
 #: Share of the way to the alarm that suspicion may cover before a second configuration has confirmed it.
 UNCONFIRMED_SHARE: Final = 0.5
 #: What is bet on a node being luckier than its peers, or less lucky, and the sum of a side, 1e-3 nats, from which on
-#: that is not chance: within 10,000 groups of an honest node each side reaches it with a chance of at most 0.5 %.
+#: that is not chance: within 10,000 groups of an honest node each side reaches it with a chance of at most 0.5 %, and
+#: any of the four that are kept (better, worse, longer, shorter) with one of at most 2 %.
 LUCK_STAKE: Final = 0.5
 LUCK_ALARM_MILLI: Final = math.ceil(1000 * math.log(10_000 / 0.005))
 
@@ -116,19 +118,38 @@ def _fixed(value: float, unit: float) -> int:
     return math.ceil(min(max(value * unit, -(2.0**52)), 2.0**52))
 
 
+def bundle_milli(scores: Sequence[int]) -> int:
+    """What the rollouts of one bundle say together, 1e-3 nats: the logarithm of the mean of their likelihood ratios.
+
+    They share prompt and weights, so that nothing is known of how they depend on each other. The mean of e-values is
+    an e-value whatever that is; their product (the sum of scores) is one only if they are independent.
+
+    Args:
+        scores: of each rollout, ``RolloutScore.llr_milli``; none say nothing.
+    """
+    if not scores:
+        return 0
+    mean = math.fsum(math.exp(score / 1000) for score in scores) / len(scores)
+    return max(math.floor(1000 * math.log(mean)), round(1000 * MIN_SCORE))
+
+
 def alarm_milli(policy: AuditPolicy) -> int:
-    """Alarm level in 1e-3 nats: ln(audited rollouts of the run / alpha)."""
+    """Alarm level in 1e-3 nats: ln(audited bundles of the run / alpha).
+
+    ``life_rollouts`` is taken for the number of bundles; there are no more of these than of rollouts.
+    """
     return math.ceil(1000 * math.log(policy.life_rollouts * 1e6 / policy.alpha_ppm))
 
 
-def advance(suspicion_milli: int, llr_milli: int, alarm: int, *, confirmed: bool) -> int:
-    """Suspicion after one more rollout: floored at 0, and held at half the alarm until it is confirmed.
+def advance(suspicion_milli: int, bundle: int, alarm: int, *, confirmed: bool) -> int:
+    """Suspicion after one more bundle: floored at 0, and held at half the alarm until it is confirmed.
 
     Args:
+        bundle: as ``bundle_milli``.
         alarm: as ``alarm_milli``.
-        confirmed: a second configuration of the verifier (T3) looked at this rollout too.
+        confirmed: a second configuration of the verifier (T3) looked at this bundle too.
     """
-    total = max(0, suspicion_milli + llr_milli)
+    total = max(0, suspicion_milli + bundle)
     return total if confirmed else min(total, max(suspicion_milli, unconfirmed_limit(alarm)))
 
 

@@ -15,6 +15,7 @@ from protocol.messages import RunManifest
 
 #: Code of a ban that rests on a sum over bundles instead of one that failed.
 _BY_SUSPICION: Final = "E_SUSPICION"
+#: Most that one bundle adds.
 _MOST_MILLI: Final = round(1000 * statistics.MAX_SCORE)
 _CONFIRMED: Final = "T3"
 
@@ -37,11 +38,13 @@ class BanGrounds:
     weighable: dict[str, frozenset[str]] = field(default_factory=dict)  #: receipt -> tiers of a pass not yet weighed
     suspects: dict[str, _Suspect] = field(default_factory=dict)
 
-    def counted(self, receipt_id: str, outcome: str, found: str | None, tiers: Iterable[str]) -> None:
-        """A verdict of a verifier of the run that decided a bundle."""
+    def counted(
+        self, receipt_id: str, outcome: str, found: str | None, tiers: Iterable[str], *, review: bool
+    ) -> None:
+        """A verdict of a verifier of the run that decided a bundle; scores of one under review are never weighed."""
         if outcome == "fail":
             self.fails.setdefault(receipt_id, set()).add(found)
-        elif "T2" in tiers:
+        elif "T2" in tiers and not review:
             self.weighable[receipt_id] = frozenset(tiers)
 
     def changed_profile(self, node_id: str) -> None:
@@ -62,7 +65,7 @@ class BanGrounds:
             return "a recomputed bundle that passed just before", receipt_id
         if before not in may_be:
             return f"{suspect.milli} before", str(before)
-        most = before + _MOST_MILLI * self.run.batch.samples_per_lease
+        most = before + _MOST_MILLI
         if _CONFIRMED not in tiers:
             most = min(most, max(before, statistics.unconfirmed_limit(self._alarm)))
         if not 0 <= after <= most:

@@ -18,6 +18,7 @@ from protocol.identity import Identity
 from protocol.messages import RunManifest
 from protocol.model_files import fetch_model_files
 from protocol.paths import read_input_file
+from protocol.statistics import RolloutStatistics
 from verifier.audit import read_evidence, verdicts_in
 from verifier.checkpoints import CheckpointBook
 from verifier.divergence import Residuals
@@ -46,9 +47,19 @@ class Honest:
     """What was measured so far."""
 
     residuals: list[Residuals] = field(default_factory=list)
+    groups: dict[int, RolloutStatistics] = field(default_factory=dict)  #: one rollout of each, for the levels
     versions: set[int] = field(default_factory=set)
     evidence: list[str] = field(default_factory=list)
     run: RunManifest | None = None
+
+    def add(self, group: int, residuals: Sequence[Residuals]) -> None:
+        """Take the rollouts of one bundle in, at least one.
+
+        All of them count for the limits. Those of one prompt are alike, so the levels are taken from one rollout of
+        each group: the lowest sample of the bundle that came first, which is no choice by what was measured.
+        """
+        self.residuals += residuals
+        self.groups.setdefault(group, min(residuals, key=lambda rollout: rollout.sample).statistics)
 
 
 def measure_files(
@@ -77,7 +88,7 @@ def measure_files(
             shelf = ModelShelf(
                 Path(folder), material.layout(run), material.states(run, book), threads=threads
             )
-            honest.residuals += shelf("T2").residuals([opened])[0]
+            honest.add(opened.lease.group, shelf("T2").residuals([opened])[0])
             honest.versions |= {s.version for rollout in opened.bundle.rollouts for s in rollout.segments}
             honest.evidence.append(evidence.sha256)
             yield honest
@@ -132,8 +143,9 @@ def make_record(
     if honest is None or run is None or not honest.residuals:
         raise LocalFault(E_CALIBRATION, "nothing was measured", expected="at least one evidence file")
     statistics = [rollout.statistics for rollout in honest.residuals]
+    strata = strata_of(list(honest.groups.values()))
     calibration = Calibration(
-        verifier_profile=T2_PROFILE, confidence_ppm=round(CONFIDENCE * 1e6), strata=strata_of(statistics)
+        verifier_profile=T2_PROFILE, confidence_ppm=round(CONFIDENCE * 1e6), strata=strata
     )
     bounds = limits(honest.residuals, profile, run.sampling.steps_per_nat, headroom)
     return CalibrationRecord(

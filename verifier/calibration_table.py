@@ -22,14 +22,14 @@ def print_record(record: CalibrationRecord, file: Path) -> None:
     )
     strata = [] if profile.calibration is None else profile.calibration.strata
     if not strata:
-        say("too few rollouts of any length for levels: evidence will not be summed up (about 300 are the least)")
+        say("too few prompts for levels: evidence will not be summed up (300, with rollouts of like length, at least)")
     for stratum in strata:
         console.print(_table(stratum))
     say(f"written to {plain(file)}", highlight=False)
 
 
 def _table(stratum: Stratum) -> Table:
-    table = Table(box=None, title=f"from {stratum.min_tokens} tokens on ({stratum.rollouts} rollouts)")
+    table = Table(box=None, title=f"from {stratum.min_tokens} tokens on ({stratum.rollouts} rollouts, one of a prompt)")
     for column in ("exceeded by", "ln KL", "|bias - centre|", "margin"):
         table.add_column(column, justify="right")
     columns = (

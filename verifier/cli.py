@@ -98,7 +98,8 @@ def calibrate(
     trusted, identity, material = root_key(root), Identity.load(key), Material.of(checkpoint)
     measured = None
     for number, measured in enumerate(measure_files(files, trusted, profile, material, threads), start=1):
-        print(f"\r{number} of {len(files)} files, {len(measured.residuals)} rollouts", end="", flush=True)
+        seen = f"{len(measured.residuals)} rollouts of {len(measured.groups)} prompts"
+        print(f"\r{number} of {len(files)} files, {seen}", end="", flush=True)
     print()
     record = make_record(measured, profile, identity, SystemClock().now_ms(), headroom=headroom)
     with replacing(out) as record_file:

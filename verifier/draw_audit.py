@@ -282,7 +282,8 @@ def _decided(walk: _Walk, receipt: DrawnReceipt, body: Mapping[str, Any], *, rec
     receipt.decided, receipt.in_review = True, False
     receipt.passed = body["outcome"] == "pass"
     receipt.failed = receipt.failed or not receipt.passed
-    walk.grounds.counted(receipt.receipt_id, body["outcome"], body["code"], body["tiers"])
+    found = body["outcome"], body["code"], body["tiers"]
+    walk.grounds.counted(receipt.receipt_id, *found, review=receipt.review)
     if receipt.passed and recomputed:
         walk.trust.passed(receipt.node_id)
 

@@ -2,7 +2,8 @@
 
 Pure. Distribution-free: a level is an order statistic, chosen so that with high confidence the true chance of exceeding
 it is at most the nominal one (tolerance limits: Wilks, "Determination of sample sizes for setting tolerance limits",
-1941). Derivation: ``docs/statistics.md``.
+1941). That needs independent rollouts, and those of one prompt are not: one of each prompt is taken. Derivation:
+``docs/statistics.md``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from protocol.statistics import RolloutStatistics
 
 #: Where strata begin, in stochastic tokens: shorter rollouts have wider distributions.
 STRATA: Final = (8, 32, 128, 512)
-#: Fewest rollouts of a stratum; smaller ones are taken together with the next shorter.
+#: Fewest rollouts of a stratum, each of another group; smaller ones are taken together with the next shorter.
 MIN_ROLLOUTS: Final = 300
 #: Most levels; the last has a chance of 2^-12.
 MAX_LEVELS: Final = 12
@@ -29,7 +30,11 @@ _STATISTICS: Final = 3
 
 
 def strata_of(rollouts: Sequence[RolloutStatistics], *, min_rollouts: int = MIN_ROLLOUTS) -> list[Stratum]:
-    """The strata of honest rollouts, ascending; none when there are too few of them."""
+    """The strata of honest rollouts, ascending; none when there are too few of them.
+
+    Args:
+        rollouts: at most one of each group, whichever of its samples, but not chosen for what was measured.
+    """
     doubt = (1 - CONFIDENCE) / (_STATISTICS * MAX_LEVELS * len(STRATA))
     strata: list[Stratum] = []
     longest = math.inf
@@ -62,7 +67,7 @@ def levels_of(values: Sequence[int], doubt: float) -> list[int]:
     """Thresholds exceeded with a chance of at most 1/2, 1/4 ..., as many as the sample supports.
 
     Args:
-        values: one per honest rollout, independent.
+        values: one per honest rollout, independent: no two rollouts of one group.
         doubt: chance, per threshold, that it is exceeded oftener than that.
     """
     ordered = sorted(values)

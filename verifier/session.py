@@ -14,6 +14,7 @@ from typing import Literal, Protocol, TypeVar
 from protocol.api import E_DISAGREE, E_UNCALIBRATED
 from protocol.errors import E_INTERNAL, AssayError, LocalFault, code
 from protocol.messages import Profile, RolloutScore, RunManifest, SamplingRules
+from protocol.statistics import bundle_milli
 from verifier.checkpoints import CheckpointBook
 from verifier.divergence import Measurement, Residuals, measure
 from verifier.findings import Judgement, Report
@@ -140,8 +141,8 @@ class Session:
             audit.report.tiers.append("T3")
         audit.scores = tuple(scores)
         worst = max(scores, key=lambda rollout: rollout.llr_milli)
-        total, most = sum(r.llr_milli for r in scores) / 1000, worst.llr_milli / 1000
-        got = f"{total:.2f} nats in all, most {most:.2f} in sample {worst.sample}"
+        total, most = bundle_milli([r.llr_milli for r in scores]) / 1000, worst.llr_milli / 1000
+        got = f"{total:.2f} nats together, most {most:.2f} in sample {worst.sample}"
         audit.report.note("T2.9 scores", "summed up per node", got)
 
     def _settle(self, audit: _Audit) -> None:

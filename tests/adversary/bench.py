@@ -10,7 +10,7 @@ from typing import Any
 
 from protocol.messages import Commitment, Environment, Lease, Profile
 from tests.adversary.answering import AnsweringWorld
-from tests.adversary.honest_zoo import calibrate
+from tests.adversary.honest_zoo import calibrate_alone
 from tests.adversary.pipeline import Cheat, Handed, NodeAtWork, Pipeline
 from tests.adversary.registry import Catch
 from tests.adversary.stacks import Stack
@@ -35,23 +35,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "half": {"audit": {"ramp": 0, "floor_ppm": 500_000}, "batch": ONE, "max_new_tokens": 8},
     "replicated": {"audit": NEVER | ALL_TWICE},
     "collusion": {"audit": {"ramp": 0} | ALL_TWICE, "batch": ONE, "max_new_tokens": 8},
-    "calibrated": {"audit": {"ramp": 100_000}},  # profiles with null distributions; everything is recomputed
+    # profiles with null distributions; everything is recomputed, and a lone node's bundles are of different groups
+    "calibrated": {"audit": {"ramp": 100_000}, "batch": {"group_size": 4}},
     "dropping": {},  # where leases are dropped and versions come out, apart from the others
     "liar": {},
     "steered": STEERED | {"world": RestlessWorld},
     "stretched": STEERED | {"world": ShortWorld},
     "answering": {"world": AnsweringWorld},
 }
-#: Stacks whose rollouts calibrate a run's profiles.
-CALIBRATING = (Stack(), Stack("prefill", padding="right"), Stack(dtype="bf16"), Stack(dtype="bf16", attention="eager"))
 #: Bundles after which a cheat gives up.
 MOST = 400
 
 
 class Bench:
-    """Pipelines by setting and number. ``worlds``: sets of weights per setting; trials take turns."""
+    """Pipelines by setting and number.
 
-    def __init__(self, folder: Path, *, worlds: int = 1, calibrating: int = 160):
+    Args:
+        worlds: sets of weights per setting; trials take turns.
+        calibrating: groups of which one rollout each calibrates a profile; 300 of 8 tokens or more are needed.
+    """
+
+    def __init__(self, folder: Path, *, worlds: int = 1, calibrating: int = 340):
         self._folder, self._worlds, self._calibrating = folder, worlds, calibrating
         self._pipelines: dict[tuple[str, int], Pipeline] = {}
         self._honest: dict[int, NodeAtWork] = {}
@@ -60,7 +64,7 @@ class Bench:
 
     def _profiles(self) -> list[Profile]:
         """Calibrated profiles for the weights of the first world."""
-        return calibrate(self._folder / "calibrating", CALIBRATING, self._calibrating)[1]
+        return calibrate_alone(self._folder / "calibrating", self._calibrating)
 
     def pipeline(self, setting: str = "undrawn", seed: int = 0) -> Pipeline:
         """The run of a trial."""

@@ -217,7 +217,7 @@ def lag_below_noise(bench: Bench, seed: int) -> Catch:
 
 
 @fixture(4, "int8 weights under the name of bf16, one short bundle", "sum", kind="limit",
-         limit="mild quantisation inside a noisy profile's limits, before the sum over rollouts reaches its alarm")
+         limit="mild quantisation inside a noisy profile's limits, before the sum over bundles reaches its alarm")
 def quantised_in_a_short_sample(bench: Bench, seed: int) -> Catch:
     """Four rollouts of 32 tokens: their evidence, at most 3 nats a rollout, cannot reach the alarm at 20.7."""
     return bench.chase("calibrated", seed, replace(INT8, profile="torch-cpu-bf16"), most=1)

@@ -15,18 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from coordinator.presets import TORCH_CPU_FP32
 from learner.genesis import init_model
 from learner.places import read_model
 from protocol import statistics
 from protocol.messages import Environment, Profile, SamplingRules
+from protocol.reference import ReferenceModel
 from protocol.weights.layout import State
 from tests.adversary.pipeline import NodeAtWork, Pipeline
 from tests.adversary.stacks import BF16, FP32, Stack
 from tests.adversary.world import VERIFIER, World
 from verifier.calibrate import Honest, make_record
 from verifier.divergence import Residuals
+from verifier.findings import Report
+from verifier.structure import open_submission
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +100,12 @@ class StackResult:
 
 
 class Recorder:
-    """Passes recomputations on and keeps what they found; ``residuals`` by profile, T2 only."""
+    """Passes recomputations on and keeps what they found by profile, T2 only; ``honest`` as calibrating does."""
 
     def __init__(self, pipeline: Pipeline):
         session = pipeline.verifier._session
         self._shelf, self.residuals = session._recomputers, dict[str, list[Residuals]]()
+        self.honest: dict[str, Honest] = {}
         session._recomputers = self
 
     def __call__(self, tier: str) -> Any:
@@ -111,7 +116,9 @@ class Recorder:
                 found = inner.residuals(submissions)
                 if tier == "T2":
                     for opened, rollouts in zip(submissions, found, strict=True):
-                        recorder.residuals.setdefault(opened.commitment.profile, []).extend(rollouts)
+                        profile = opened.commitment.profile
+                        recorder.residuals.setdefault(profile, []).extend(rollouts)
+                        recorder.honest.setdefault(profile, Honest(versions={0})).add(opened.lease.group, rollouts)
                         recorder.last = rollouts
                 return found
 
@@ -153,8 +160,8 @@ def _note_node(result: StackResult, node: NodeAtWork) -> None:
 def calibrated_profiles(pipeline: Pipeline, recorder: Recorder) -> list[Profile]:
     """Profiles with limits and levels from everything that was recorded."""
     made = []
-    for name, residuals in sorted(recorder.residuals.items()):
-        honest = Honest(residuals=residuals, versions={0}, run=pipeline.world.run)
+    for name, honest in sorted(recorder.honest.items()):
+        honest.run = pipeline.world.run
         made.append(make_record(honest, name, VERIFIER, pipeline.clock.now_ms()).profile)
     return made
 
@@ -163,9 +170,9 @@ def _pass(
     folder: Path, salt: str, profiles: list[Profile], stacks: Iterable[Stack], each: int, **changes: Any
 ) -> tuple[list[StackResult], list[Profile], int]:
     """One run with these profiles: its results, the calibration they give, and the alarm level."""
+    batch = {"groups_per_batch": 65_536} | changes.pop("batch", {})
     world = World(
-        folder / salt, versions=2, salt=salt, batch={"groups_per_batch": 65_536}, audit=ALL_DRAWN, profiles=profiles,
-        **changes,
+        folder / salt, versions=2, salt=salt, batch=batch, audit=ALL_DRAWN, profiles=profiles, **changes
     )
     pipeline = Pipeline(world)
     recorder = Recorder(pipeline)
@@ -181,8 +188,32 @@ def _pass(
 def calibrate(
     folder: Path, stacks: Iterable[Stack], each: int, **changes: Any
 ) -> tuple[list[StackResult], list[Profile]]:
-    """A calibration of the stacks' profiles from ``each`` rollouts of every stack, under provisional wide limits."""
-    return _pass(folder, "calibration", [PROVISIONAL, TORCH_CPU_FP32], stacks, each, **changes)[:2]
+    """A calibration of the stacks' profiles from ``each`` rollouts of every stack, under provisional wide limits.
+
+    Levels need many prompts, not many rollouts of each: groups are as small as they can be.
+    """
+    small = {"batch": {"group_size": 2, "samples_per_lease": 2}}
+    return _pass(folder, "calibration", [PROVISIONAL, TORCH_CPU_FP32], stacks, each, **small, **changes)[:2]
+
+
+def calibrate_alone(folder: Path, groups: int, versions: int = 2) -> list[Profile]:
+    """Profiles from one rollout of each of so many groups, half of them with either attention; no coordinator."""
+    world = World(folder, versions=versions, salt="calibration", profiles=[PROVISIONAL, TORCH_CPU_FP32])
+    profiles = []
+    for name, dtype in ((BF16_NAME, torch.bfloat16), (TORCH_CPU_FP32.name, torch.float32)):
+        honest, opened = Honest(versions=set(range(versions)), run=world.run), []
+        ways = [(version, attention) for version in range(versions) for attention in ("sdpa", "eager")]
+        for number, (version, attention) in enumerate(ways):
+            world.engine = ReferenceModel.load(world.model_dir, world.layout, dtype=dtype, attention=attention)
+            for group in range(number, groups, len(ways)):
+                lease = world.lease(group, samples=[0], start_version=version)
+                submission = world.submission(lease, world.generate(lease), profile=name)
+                opened.append(open_submission(world.run, submission, world.book, Report()))
+        assert None not in opened
+        for one, residuals in zip(opened, world.shelf("T2").residuals(opened), strict=True):
+            honest.add(one.lease.group, residuals)
+        profiles.append(make_record(honest, name, VERIFIER, world.clock.now_ms()).profile)
+    return profiles
 
 
 def tiny_zoo(

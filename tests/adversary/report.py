@@ -24,7 +24,7 @@ PAGE: Final = DOCS / "attack-zoo.md"
 NUMBERS: Final = DOCS / "attack-zoo.json"
 PARTS: Final = ("attacks", "tiny", "smollm2")
 #: Rollouts per stack of the tiny honest zoo: unlisted, calibrating, checked.
-TINY: Final = (48, 100, 200)
+TINY: Final = (48, 120, 200)
 
 logger = logging.getLogger("tests.adversary.report")
 
@@ -96,7 +96,7 @@ runs, judged by the same code, and how many of them were refused or punished. Ev
 seeds; the weights are those of {worlds} random models. Bundles hold 4 rollouts of up to 32 tokens, those of patched
 engines 1 of up to 16, those of the rows about draws 1 of up to 8.
 
-*door*: refused by the coordinator before any verifier looks. *sum*: scores summed up over rollouts
+*door*: refused by the coordinator before any verifier looks. *sum*: scores summed up over bundles
 ([statistics.md](statistics.md)). *peers*: better than its peers by more than chance, and no longer free to choose (the
 same page). *no gain*: nobody is refused, and what was tried changes nothing.
 
@@ -129,7 +129,8 @@ PASSES: Final = {
     "unlisted": "A profile that the run does not list is held to the narrowest limits and never punished: outside them "
                 "it is `E_UNCALIBRATED`, inconclusive. Float32 is listed.",
     "calibrating": "Rollouts from which both profiles are calibrated, bf16 under provisional wide limits.",
-    "calibrated": "Other rollouts under that calibration. Scores are summed up per node; the alarm is at {alarm} nats.",
+    "calibrated": "Other rollouts under that calibration. What bundles say is summed up per node; the alarm is at "
+                  "{alarm} nats.",
 }
 HONEST_TABLE: Final = """
 | stack | rollouts | tokens | outcomes | banned | mean KL | bias | clipped margin | score |

@@ -1,7 +1,8 @@
-"""T1' reports, forced audits, bundles under review, and suspicion summed up over a node's rollouts."""
+"""T1' reports, forced audits, bundles under review, and suspicion summed up over a node's bundles."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -211,27 +212,30 @@ def test_rewards_out_of_line_force_audits(make_world: MakeWorld, monkeypatch: py
 # -- suspicion ----------------------------------------------------------------------------------------------
 
 
-def scores(job: AuditJob, llr_milli: int) -> list[RolloutScore]:
+def scores(job: AuditJob, *llr_milli: int) -> list[RolloutScore]:
+    """One number for all rollouts, or one for each."""
+    samples = Lease.from_payload(job.lease.payload).samples
     return [
-        RolloutScore(sample=s, tokens=90, log_kl_milli=0, bias_nano=0, margin_nano=0, llr_milli=llr_milli)
-        for s in Lease.from_payload(job.lease.payload).samples
+        RolloutScore(sample=s, tokens=90, log_kl_milli=0, bias_nano=0, margin_nano=0, llr_milli=llr)
+        for s, llr in zip(samples, llr_milli * (len(samples) // len(llr_milli)), strict=True)
     ]
 
 
-def weigh(world: World, node: FakeNode, llr_milli: int, *, second_look: bool = False) -> AuditJob:
+def weigh(world: World, node: FakeNode, *llr_milli: int, second_look: bool = False) -> AuditJob:
     node.work(1)
     job = world.verifier.claim()
     assert job is not None
     tiers = ["T0", "T1", "T2", *(["T3"] if second_look else [])]
-    verdict = world.verifier.verdict(job, scores=scores(job, llr_milli), tiers=tiers)
+    verdict = world.verifier.verdict(job, scores=scores(job, *llr_milli), tiers=tiers)
     world.verifier.client.verdict(verdict)
     return job
 
 
-def audited(make_world: MakeWorld, **audit: Any) -> tuple[World, FakeNode, int]:
-    """A node that is always audited, and the alarm: ln(100 / 0.1)."""
+def audited(make_world: MakeWorld, group_size: int = 2, **audit: Any) -> tuple[World, FakeNode, int]:
+    """A node that is always audited, each bundle another group, and the alarm: ln(100 / 0.1)."""
     world = make_world(
-        batch={"groups_per_batch": 20}, audit={"ramp": 1000, "life_rollouts": 100, "alpha_ppm": 100_000} | audit
+        batch={"groups_per_batch": 40, "group_size": group_size},
+        audit={"ramp": 1000, "life_rollouts": 100, "alpha_ppm": 100_000} | audit,
     )
     world.publish()
     return world, world.node().join(), statistics.alarm_milli(world.coordinator.run.manifest.audit)
@@ -244,7 +248,7 @@ def test_suspicion_has_a_floor_and_needs_a_second_configuration_half_way(make_wo
         weigh(world, node, -500)
     assert world.node_row(node)["suspicion_milli"] == 0  # nothing is banked
     assert weigh(world, node, 1_000).confirm is False
-    assert world.node_row(node)["suspicion_milli"] == 2_000
+    assert world.node_row(node)["suspicion_milli"] == 1_000
     for _ in range(3):
         weigh(world, node, 3_000)
     row = world.node_row(node)
@@ -252,8 +256,43 @@ def test_suspicion_has_a_floor_and_needs_a_second_configuration_half_way(make_wo
     job = weigh(world, node, 3_000, second_look=True)
     assert job.confirm
     row = world.node_row(node)
+    assert (row["suspicion_milli"], row["state"]) == (alarm // 2 + 3_000, "active")
+    weigh(world, node, 3_000, second_look=True)
+    row = world.node_row(node)
     assert (row["state"], row["ban_code"]) == ("banned", E_SUSPICION)
-    assert row["accepted"] == 16  # the bundle itself passed
+    assert row["accepted"] == 18  # the bundle itself passed
+
+
+def test_rollouts_of_one_bundle_are_one_piece_of_evidence(make_world: MakeWorld) -> None:
+    """They share prompt and weights: the mean of their ratios counts, never their product."""
+    world, node, _ = audited(make_world)
+    weigh(world, node, 3_000, -500)
+    row = world.node_row(node)
+    assert row["suspicion_milli"] == math.floor(1000 * math.log((math.exp(3) + math.exp(-0.5)) / 2))
+    assert row["suspicion_rollouts"] == 2
+
+
+def test_bundles_of_one_group_are_one_piece_of_evidence(make_world: MakeWorld) -> None:
+    world, node, _ = audited(make_world, group_size=4)
+    sums = []
+    for llr_milli in (1_000, 3_000, 500, -500):
+        weigh(world, node, llr_milli)
+        sums.append(world.node_row(node)["suspicion_milli"])
+    assert sums == [1_000, 1_000, 1_500, 1_500]  # two bundles of each group
+
+
+def test_scores_of_a_bundle_that_was_chosen_for_its_looks_count_nothing(make_world: MakeWorld) -> None:
+    world, node = trusted(make_world)
+    replies = node.work(2)
+    world.verifier.pass_all()
+    screen(world, node, [replies[0].receipt.digest])
+    job = world.verifier.claim()
+    assert job is not None
+    world.verifier.client.verdict(world.verifier.verdict(job, scores=scores(job, 3_000), tiers=["T0", "T1", "T2"]))
+    row = world.node_row(node)
+    assert (row["audited_passes"], row["suspicion_milli"], row["suspicion_rollouts"]) == (1, 0, 0)
+    assert weigh(world, node, 1_000).drawn  # what is audited because of it was not chosen for its own
+    assert world.node_row(node)["suspicion_milli"] == 1_000
 
 
 def test_another_profile_ends_trust_but_not_suspicion(make_world: MakeWorld) -> None:
@@ -262,14 +301,14 @@ def test_another_profile_ends_trust_but_not_suspicion(make_world: MakeWorld) -> 
     node.work(1)  # handed in under the first profile, judged under the second
     node.client.register(node.hello(profile="brand-new"))
     row = world.node_row(node)
-    assert (row["suspicion_milli"], row["suspicion_rollouts"], row["audited_passes"]) == (2_000, 2, 0)
+    assert (row["suspicion_milli"], row["suspicion_rollouts"], row["audited_passes"]) == (1_000, 2, 0)
     job = world.verifier.claim()
     assert job is not None
     world.verifier.client.verdict(world.verifier.verdict(job, scores=scores(job, 500)))
     row = world.node_row(node)
-    assert (row["suspicion_milli"], row["suspicion_rollouts"]) == (3_000, 4)
+    assert (row["suspicion_milli"], row["suspicion_rollouts"]) == (1_500, 4)
     node.client.register(node.hello())
-    assert world.node_row(node)["suspicion_milli"] == 3_000
+    assert world.node_row(node)["suspicion_milli"] == 1_500
 
 
 def test_a_listed_profile_taken_up_later_makes_no_scores_of_earlier_work(make_world: MakeWorld) -> None:
@@ -347,7 +386,7 @@ def test_a_run_that_takes_listed_profiles_only_says_so(world: World) -> None:
 
 def test_numbers_never_ban_an_unlisted_profile_but_a_wrong_draw_does(make_world: MakeWorld) -> None:
     world = make_world(
-        batch={"groups_per_batch": 20},
+        batch={"groups_per_batch": 20, "group_size": 2},
         audit={"ramp": 1000, "life_rollouts": 100, "alpha_ppm": 100_000, "unknown_profiles": True},
     )
     world.publish()
@@ -371,6 +410,6 @@ def test_numbers_never_ban_an_unlisted_profile_but_a_wrong_draw_does(make_world:
         row = judged(unlisted, "pass", None, tiers=looked_at_twice)
         assert (row["suspicion_milli"], row["state"]) == (0, "active")
     row = judged(listed, "pass", None, tiers=looked_at_twice)
-    assert row["suspicion_milli"] == 6_000  # the same numbers count where the run knows what honest ones look like
+    assert row["suspicion_milli"] == 3_000  # the same numbers count where the run knows what honest ones look like
     row = judged(unlisted, "fail", "E_REPLAY")
     assert (row["state"], row["ban_code"]) == ("banned", "E_REPLAY")

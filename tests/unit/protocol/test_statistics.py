@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from itertools import combinations
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from protocol.statistics import (
     RolloutStatistics,
     advance,
     alarm_milli,
+    bundle_milli,
     length_milli,
     luck_milli,
     score,
@@ -88,6 +91,59 @@ def test_wild_values_fit_into_a_message() -> None:
     assert found.llr_milli > 0
 
 
+@given(st.lists(st.integers(-500, 3_000), min_size=1, max_size=12))
+def test_a_bundle_says_the_mean_of_its_rollouts_ratios(scores: list[int]) -> None:
+    mean = sum(math.exp(s / 1000) for s in scores) / len(scores)
+    assert math.exp(bundle_milli(scores) / 1000) <= mean * (1 + 1e-12)
+    assert min(scores) - 1 <= bundle_milli(scores) <= max(scores)
+    assert bundle_milli(scores) >= max(-500, math.floor(1000 * math.log(mean)) - 1)
+
+
+def test_a_bundle_without_scores_says_nothing_and_its_floor_is_that_of_a_rollout() -> None:
+    assert bundle_milli([]) == 0
+    assert bundle_milli([-500] * 7) == -500
+
+
+def honest_bundles(
+    rng: np.random.Generator, bundles: int, alike: float, size: int = 8, levels: int = 8
+) -> np.ndarray:
+    """Scores of honest rollouts, 1e-3 nats, (bundles, size): each is fair, those of a bundle have this correlation.
+
+    The three statistics say the same, which is their worst case.
+    """
+    common, own = rng.standard_normal((bundles, 1)), rng.standard_normal((bundles, size))
+    normal = math.sqrt(alike) * common + math.sqrt(1 - alike) * own
+    edges = [NormalDist().inv_cdf(1 - 2.0 ** -(j + 1)) for j in range(levels)]
+    scores = np.floor(1000 * np.array(state_scores(levels))).astype(int).clip(-500)
+    return np.asarray(scores[np.searchsorted(edges, normal)])
+
+
+def banned(lives: list[list[list[int]]], alarm: int, combine: Callable[[list[int]], int]) -> float:
+    """Share of nodes whose sum reaches the alarm."""
+    reached = 0
+    for life in lives:
+        total = 0
+        for scores in life:
+            total = advance(total, combine(scores), alarm, confirmed=True)
+            if total >= alarm:
+                reached += 1
+                break
+    return reached / len(lives)
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.14, 0.9])
+def test_however_alike_the_rollouts_of_a_bundle_are_honest_nodes_stay_below_the_bound(alike: float) -> None:
+    rng = np.random.default_rng(7)
+    bundles, bound = 125, 0.1
+    alarm = math.ceil(1000 * math.log(bundles / bound))
+    lives = [honest_bundles(rng, bundles, alike).tolist() for _ in range(400)]
+    assert banned(lives, alarm, bundle_milli) <= bound / 2
+    if alike > 0.5:
+        assert banned(lives, alarm, sum) > 2 * bound  # what a sum over rollouts would do
+    ratios = np.exp([bundle_milli(scores) / 1000 for life in lives for scores in life])
+    assert ratios.mean() <= 1 + 4 * ratios.std() / math.sqrt(len(ratios))
+
+
 def test_the_sum_has_a_floor_and_waits_for_the_second_configuration() -> None:
     assert advance(0, -500, 10_000, confirmed=True) == 0
     assert advance(4_000, 3_000, 10_000, confirmed=False) == 5_000
@@ -102,7 +158,7 @@ def test_the_alarm_is_what_the_bound_asks_for() -> None:
 
 
 def test_honest_sums_reach_a_low_alarm_less_often_than_the_bound_says() -> None:
-    """P(alarm within n rollouts) <= n exp(-alarm), for honest levels that are met exactly."""
+    """P(alarm within n bundles) <= n exp(-alarm), for honest levels that are met exactly."""
     rng = random.Random(5)
     levels, alarm, n, lives = 8, 6_000, 40, 3_000
     scores = [round(1000 * s) for s in state_scores(levels)]

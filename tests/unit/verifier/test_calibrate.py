@@ -19,7 +19,7 @@ from protocol.evidence import encode
 from protocol.identity import Identity
 from tests.adversary.world import NODE, PROFILE, ROOT, RUN_ID, VERIFIER, World, quantised
 from tests.fakes.logged_evidence import logged, verdict_on
-from verifier.calibrate import limits, measure_files
+from verifier.calibrate import Honest, limits, make_record, measure_files
 from verifier.cli import app
 from verifier.material import Material
 from verifier.scores import T2_PROFILE
@@ -67,7 +67,7 @@ def test_a_record_is_measured_signed_and_taken_into_a_run(world, honest, files, 
         "--root", ROOT.public_key.hex(), "--key", str(tmp_path / "verifier.key"), "--out", str(out),
     ])
     assert result.exit_code == 0, result.output
-    assert "8 rollouts" in result.output
+    assert "8 rollouts of 2 prompts" in result.output
     envelope = Envelope.from_bytes(out.read_bytes())
     record = CalibrationRecord.open(envelope, VERIFIER.public_key, run_id=RUN_ID)
     assert (record.rollouts, record.versions, len(record.evidence_sha256)) == (8, [1], 2)
@@ -144,6 +144,26 @@ def _refusal(world: World, *files: Path) -> str:
         list(measure_files(files, ROOT.public_key, PROFILE.name, Material.of([world.store.path])))
     assert caught.value.code == "E_CALIBRATION"
     return str(caught.value)
+
+
+def test_levels_see_one_rollout_of_a_prompt_and_limits_see_all(world, honest, files):
+    """Rollouts of one prompt are alike: whatever a group adds, it stays one observation."""
+    lease = world.lease(samples=(4, 5, 6, 7))
+    (files / "2.evidence").write_bytes(encode(world.evidence(world.submission(lease, world.honest(lease)))))
+    *_, measured = measure_files(
+        sorted(files.iterdir()), ROOT.public_key, PROFILE.name, Material.of([world.store.path])
+    )
+    assert len(measured.residuals) == 12
+    assert list(measured.groups) == [0, 1]
+    assert [pick.sample for pick in measured.groups.values()] == [0, 0]
+    crowd = Honest(run=measured.run)
+    for group in range(75):  # 300 rollouts and more, but of 75 prompts
+        crowd.add(group, measured.residuals[:4])
+    assert make_record(crowd, PROFILE.name, VERIFIER, 0).profile.calibration.strata == []
+    for group in range(75, 300):
+        crowd.add(group, measured.residuals[:1])
+    [stratum] = make_record(crowd, PROFILE.name, VERIFIER, 0).profile.calibration.strata
+    assert stratum.rollouts == 300
 
 
 def test_a_submission_counts_once(world, files):

@@ -31,7 +31,7 @@ from verifier.findings import Report
 KEYS = {name: Identity(hashlib.sha256(name.encode()).digest()) for name in ROLES}
 RUN = make_manifest(KEYS, FakeClock(), audit={"ramp": 3, "floor_ppm": 100_000, "epoch_ms": 600_000})
 ALARM = statistics.alarm_milli(RUN.audit)
-STEP = 3000 * RUN.batch.samples_per_lease
+STEP = 3000
 NODE, OTHER = "aa" * 32, "bb" * 32
 FIRST, SECOND = b"1" * 32, b"2" * 32
 ALL, T2, T3 = 1_000_000, ("T0", "T1", "T2"), ("T0", "T1", "T2", "T3")
@@ -323,7 +323,8 @@ def test_suspicion_grows_step_by_step_to_the_alarm() -> None:
     assert named(*facts, banned(last - 1, "E_SUSPICION")) == {"E_BAN_UNFOUNDED"}
     assert named(*facts[:-3], banned(last - 1, "E_SUSPICION")) == {"E_BAN_UNFOUNDED"}
     assert named(*judged(1), suspicion(1, 0, 1), banned(1, "E_SUSPICION")) == {"E_BAN_UNFOUNDED"}
-    for step in (suspicion(1, 0, ALARM), suspicion(1, ALARM - 1, ALARM), suspicion(1, 0, -1)):
+    steps = (0, STEP + 1), (0, ALARM), (ALARM - 1, ALARM), (0, -1)
+    for step in (suspicion(1, before, after) for before, after in steps):
         wanted = {"E_LOG_ORDER", "E_BAN_UNFOUNDED"}
         assert named(*judged(1, tiers=T3), step, banned(1, "E_SUSPICION")) == wanted
     half = statistics.unconfirmed_limit(ALARM)
@@ -332,6 +333,14 @@ def test_suspicion_grows_step_by_step_to_the_alarm() -> None:
     assert named(*unconfirmed, ban) == {"E_LOG_ORDER", "E_BAN_UNFOUNDED"}
     assert named(*judged(1), suspicion(1, 0, 5), suspicion(1, 5, 10)) == {"E_LOG_ORDER"}
     assert named(submitted(1), suspicion(1, 0, 5)) == {"E_LOG_ORDER"}
+
+
+def test_what_was_chosen_for_review_is_never_weighed() -> None:
+    rate = audit_rate_ppm(RUN.audit, 3)
+    chosen = [submitted(4, rate=rate, drawn=False), verdict(4, tiers=("T0", "T1"))]
+    chosen += [("review", {"receipt_id": f"{4:032x}"}), verdict(4)]
+    assert codes(*judged(1, 2, 3), *chosen) == set()
+    assert codes(*judged(1, 2, 3), *chosen, suspicion(4, 0, 5)) == {"E_LOG_ORDER"}
 
 
 def test_suspicion_may_end_with_a_profile_or_outlast_it() -> None:

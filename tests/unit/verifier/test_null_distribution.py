@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
+from statistics import NormalDist
 
+import numpy as np
 import pytest
 
 from protocol.calibration import Calibration
@@ -27,6 +30,21 @@ def test_levels_are_held_by_fresh_honest_values_in_nearly_every_calibration():
         # the true chance of exceeding x is exp(-x)
         broken += any(2.718281828459045 ** (-level / 1e6) > 2.0 ** -(j + 1) for j, level in enumerate(levels))
     assert broken <= 200 * 0.01 * len(levels) + 6
+
+
+def test_levels_of_alike_rollouts_are_broken_and_those_of_one_per_prompt_hold():
+    """Why a calibration takes one rollout of each prompt: clustered ones only look like many."""
+    rng = np.random.default_rng(6)
+    broken = {"all": 0, "one": 0}
+    for _ in range(100):
+        prompt, own = rng.standard_normal((300, 1)), rng.standard_normal((300, 8))
+        values = np.round(1e6 * (math.sqrt(0.9) * prompt + math.sqrt(0.1) * own)).astype(int)
+        for name, taken in (("all", values.ravel()), ("one", values[:, 0])):
+            levels = levels_of(taken.tolist(), doubt=1e-3)
+            tails = [1 - NormalDist().cdf(level / 1e6) for level in levels]
+            broken[name] += any(tail > 2.0 ** -(j + 1) for j, tail in enumerate(tails))
+    assert broken["one"] <= 2
+    assert broken["all"] > 10
 
 
 @pytest.mark.parametrize(("n", "most"), [(5, 0), (40, 3), (3_000, 9)])
