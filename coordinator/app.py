@@ -42,7 +42,8 @@ def create_app(
         clock, store, prompts: replace the machine's clock, the configured store and the run's tasks.
 
     Raises:
-        LocalFault: the directory is not a run's, or its database has another schema.
+        LocalFault: the directory is not a run's, or its database is damaged (``E_DATABASE_DAMAGED``) or has another
+            schema.
         PeerFault: its manifest is not signed by its root key.
     """
     coordinator = open_coordinator(config, clock=clock or SystemClock(), store=store, prompts=prompts)
@@ -102,6 +103,7 @@ def open_coordinator(
             expected=run.manifest.roles.coordinator[:16], got=keyring.identity.public_key.hex()[:16],
         )
     database = Database(config.database)
+    database.check_whole()
     database.check_schema()
     objects_store = store or open_store(config.store)
     return Coordinator(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator import event_log
-from coordinator.groups import Groups, head_version
-from coordinator.models import Checkpoint, Meta
+from coordinator.groups import RESTORED, Groups, head_version
+from coordinator.models import Batch, Checkpoint, Meta
+from coordinator.restoration import was_restored
 from coordinator.run import Run
 from protocol.api import E_CHECKPOINT_CHAIN, E_OBJECT_MISSING, Ack
 from protocol.envelope import Envelope
@@ -61,6 +62,9 @@ class Checkpoints:
     def set_head(self, session: Session, envelope: Envelope, now_ms: int) -> Ack:
         """Take the newest head; a new version cancels what has become too stale.
 
+        In a restored database, a version whose batch is not in the books cancels all work that is not consumed: the
+        learner may have trained on the same rollouts before.
+
         Raises:
             PeerFault: ``E_WRONG_KEY``, ``E_EXPIRED``, ``E_CHECKPOINT_CHAIN``, and what is wrong with the envelope.
         """
@@ -69,11 +73,18 @@ class Checkpoints:
             raise PeerFault(E_EXPIRED, "the head is past its expiry", expected=f"> {now_ms}", got=head.expires_at_ms)
         checkpoint = session.get(Checkpoint, head.version)
         if checkpoint is None:
-            raise PeerFault(E_CHECKPOINT_CHAIN, "the head names a version that is not published", got=head.version)
+            raise PeerFault(
+                E_CHECKPOINT_CHAIN, "the head names a version that is not published",
+                expected=f"<= {session.scalar(select(func.max(Checkpoint.version)))}", got=head.version,
+                hint="publish the manifests of the versions between first (a learner does so by itself)",
+            )
         _require_equal("manifest_sha256", checkpoint.sha256, head.manifest_sha256)
         before = head_version(session)
         if before is not None and head.version < before:
-            raise PeerFault(E_CHECKPOINT_CHAIN, "a head never goes back", expected=f">= {before}", got=head.version)
+            raise PeerFault(
+                E_CHECKPOINT_CHAIN, "a head never goes back", expected=f">= {before}", got=head.version,
+                hint="the learner's work directory is older than the run: put the newer one back",
+            )
         _set_meta(session, "head", envelope.to_bytes())
         _set_meta(session, "head_version", str(head.version).encode())
         session.flush()
@@ -81,6 +92,8 @@ class Checkpoints:
             body = {"version": head.version, "sha256": envelope.digest}
             event_log.append(session, now_ms, "head", body)
             self._groups.cancel_stale(session, now_ms)
+            if head.version and was_restored(session) and session.get(Batch, head.version) is None:
+                self._groups.cancel_live(session, RESTORED, now_ms)
         return Ack(duplicate=head.version == before)
 
     def _check_follows(self, session: Session, manifest: CheckpointManifest) -> None:

@@ -23,7 +23,7 @@ app = typer.Typer(
     help="Operate a run: create it, serve it, invite and ban nodes.", no_args_is_help=True, rich_markup_mode=None,
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
 )
-db = typer.Typer(help="The database: check, upgrade, back up.", no_args_is_help=True, rich_markup_mode=None)
+db = typer.Typer(help="The database: check, upgrade, back up, restore.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(db, name="db")
 
 
@@ -194,12 +194,14 @@ def nodes(directory: Dir = Path(), as_json: Json = False) -> None:
 
 @db.command()
 def check(directory: Directory) -> None:
-    """Say whether the database has the schema of this release.
+    """Say whether the database is whole and has the schema of this release.
 
     Example: assay coordinator db check run
     """
-    _database(directory).check_schema()
-    print("The schema is up to date.")
+    database = _database(directory)
+    database.check_whole()
+    database.check_schema()
+    print("The database is whole and its schema up to date.")
 
 
 @db.command()
@@ -230,11 +232,52 @@ def back_up(directory: Directory) -> None:
 
     file = _database(directory).file
     if file is None:
-        raise LocalFault(
-            E_CONFIG, "only SQLite databases are backed up by this command", expected="coordinator.db",
-            got="another database_url", hint="use the tools of your database, for example pg_dump",
-        )
+        raise _not_sqlite("backed up")
     print(backup(file))
+
+
+@db.command()
+def restore(
+    directory: Directory,
+    backup: Annotated[Path | None, typer.Argument(
+        metavar="[BACKUP]", help="A copy of coordinator.db; without: another tool has put one back, and it is noted.",
+    )] = None,
+) -> None:
+    """Put a backup of the database back. Stop the coordinator first; the learner then tells it what it lacks.
+
+    The backup is checked before anything is changed, and the database it replaces is kept beside it.
+
+    Example: assay coordinator db restore run run/coordinator.db.20260101T120000000000.backup
+    """
+    from coordinator.app import open_run
+    from coordinator.database import Database
+    from coordinator.restoration import note_restored
+    from coordinator.restoration import restore as put_back
+    from protocol.clock import SystemClock
+
+    database, run, now_ms = Database(_config(directory).database), open_run(directory), SystemClock().now_ms()
+    with _serving_lock(directory):
+        if backup is None:
+            database.check_whole(thorough=True)
+            database.check_schema()
+            (version, entries), kept = note_restored(database, run, now_ms), None
+        elif database.file is None:
+            raise _not_sqlite("restored")
+        else:
+            done = put_back(database.file, backup, run, now_ms)
+            version, entries, kept = done.version, done.entries, done.kept
+    database.close()
+    print(f"Restored: version {'-' if version is None else version}, {entries} entries of the log.")
+    if kept is not None:
+        print(f"The database it replaces: {kept}")
+    print("What was acknowledged since the backup is lost, but for the versions: docs/operator.md, \"Restore\".")
+
+
+def _not_sqlite(what: str) -> LocalFault:
+    return LocalFault(
+        E_CONFIG, f"only SQLite databases are {what} by this command", expected="coordinator.db",
+        got="another database_url", hint="use the tools of your database, for example pg_dump",
+    )
 
 
 def _config(directory: Path, **flags: Any) -> CoordinatorConfig:
@@ -272,7 +315,7 @@ def _database(directory: Path) -> Database:
     if database.file is not None and not database.file.is_file():
         raise LocalFault(
             E_CONFIG, f"the run in {directory} has no database", expected=database.file, got="no such file",
-            hint="put a backup there: the newest *.backup, or your own copy",
+            hint="put a backup there: assay coordinator db restore DIR BACKUP",
         )
     return database
 

@@ -280,8 +280,14 @@ class Coordinator:
             logger.warning("the end was not written down; leases get a few seconds more", exc_info=True)
 
     def _sweep_forever(self) -> None:
+        said = ""
         while not self._stop.wait(self.config.sweep_s):
             try:
                 self.sweep()
+                said = ""
+            except Transient as error:
+                if error.code != said:  # once: a database that is damaged stays so
+                    logger.warning("sweep failed; trying again", extra={"code": error.code, "detail": str(error)})
+                said = error.code
             except Exception:  # the boundary of a background task: whatever it was, the next round tries again
                 logger.exception("sweep failed")

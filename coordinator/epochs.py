@@ -40,6 +40,10 @@ class Epochs:
         if session.scalar(select(Receipt.id).where(Receipt.epoch == last.id).limit(1)) is not None:
             self._next(session, last, now_ms)
 
+    def begin_anew(self, session: Session, now_ms: int) -> None:
+        """End the epoch of this moment, whoever may know its key, and begin the next."""
+        self._next(session, _newest(session), now_ms)
+
     def _next(self, session: Session, last: Epoch | None, now_ms: int) -> Epoch:
         if last is not None:
             last.ended_ms = now_ms

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
+import re
 import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from sqlalchemy.exc import DBAPIError
 
 from coordinator import event_log, invites
 from coordinator.calibrations import calibrated
@@ -34,6 +38,8 @@ MODEL_FILES: Final = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
     "special_tokens_map.json", "added_tokens.json",
 )
+#: One part of a host name, between dots.
+_LABEL: Final = re.compile("[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 
 
 @dataclass(frozen=True)
@@ -58,9 +64,12 @@ def found(directory: Path, founding: Founding, clock: Clock) -> JoinLink:
     The directory appears complete or not at all.
 
     Raises:
-        LocalFault: ``E_CONFIG`` when it exists and is not empty, when the model folder lacks something, or when honest
-            nodes could not stay within the limits of their profile; what the parts raise.
+        LocalFault: ``E_CONFIG`` when it exists and is not empty, when the disk is full or fails, when the host is none,
+            when data is given that no task uses, when the model folder lacks something, or when honest nodes could not
+            stay within the limits of their profile; what the parts raise.
     """
+    check_host(founding.host)
+    check_data(founding.preset, founding.data)
     directory = directory.resolve()
     scratch = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}")
     try:
@@ -84,10 +93,60 @@ def found(directory: Path, founding: Founding, clock: Clock) -> JoinLink:
         if directory.exists():
             directory.rmdir()
         scratch.rename(directory)
-    except BaseException:
+    except (OSError, DBAPIError) as error:
+        raise LocalFault(
+            E_CONFIG, f"cannot write {directory}", expected="a disk with room for the run", got=_reason(error),
+            hint="nothing was made; see to free space and permissions, or choose another DIR",
+        ) from None
+    finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise
     return link
+
+
+def _reason(error: OSError | DBAPIError) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error.orig)
+
+
+def check_host(host: str) -> None:
+    """Refuse what no node can dial.
+
+    Raises:
+        LocalFault: ``E_CONFIG``.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        pass
+    else:
+        return
+    try:
+        name = host.encode("idna").decode("ascii").removesuffix(".")
+    except UnicodeError:
+        name = ""
+    if len(name) > 253 or not all(_LABEL.fullmatch(label) for label in name.split(".")):
+        raise LocalFault(
+            E_CONFIG, "--host is no address that nodes can dial",
+            expected="a host name or an IP address, without http:// and without a port", got=repr(host[:200]),
+            hint="the port goes to --port",
+        )
+
+
+def check_data(preset: Preset, data: Path | None) -> None:
+    """Refuse data that no task would use.
+
+    Raises:
+        LocalFault: ``E_CONFIG``.
+    """
+    if data is not None and not any(_needs_data(environment) for environment in preset.environments):
+        kinds = ", ".join(environment.kind for environment in preset.environments)
+        raise LocalFault(
+            E_CONFIG, f"the task {kinds} uses no data", expected="no --data", got=data,
+            hint="leave --data out, or choose the task that it is for, like --task gsm8k",
+        )
+
+
+def _needs_data(environment: Environment) -> bool:
+    return environment.kind == "gsm8k" and environment.data_sha256 is None
 
 
 def _fill(directory: Path, founding: Founding, now_ms: int) -> JoinLink:
@@ -167,7 +226,7 @@ def _model(founding: Founding, store: Store) -> ModelSpec:
 
 
 def _environment(environment: Environment, data: Path | None, store: Store) -> Environment:
-    if environment.kind != "gsm8k" or environment.data_sha256 is not None:
+    if not _needs_data(environment):
         return environment
     if data is None:
         raise LocalFault(

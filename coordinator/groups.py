@@ -29,6 +29,8 @@ from protocol.rollout import prompt_digest
 LIVE = (GroupState.OPEN, GroupState.ADMITTED)
 #: Cause of a cancellation that somebody answers for.
 STALE: Final = "stale"
+#: Cause of a cancellation after a restored database was told of versions whose batches it does not know.
+RESTORED: Final = "restored"
 
 
 class Groups:
@@ -84,6 +86,11 @@ class Groups:
         stale = select(Group).where(Group.state.in_(LIVE), Group.start_version < oldest)
         for group in session.scalars(stale).all():
             self.cancel(session, group, STALE, now_ms)
+
+    def cancel_live(self, session: Session, cause: str, now_ms: int) -> None:
+        """Cancel every unconsumed group."""
+        for group in session.scalars(select(Group).where(Group.state.in_(LIVE))).all():
+            self.cancel(session, group, cause, now_ms)
 
     def cancel(self, session: Session, group: Group, cause: str, now_ms: int) -> None:
         """Give a group up; what was verified is paid, and who dropped or still holds a unit answers for it."""

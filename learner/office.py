@@ -6,6 +6,7 @@ from typing import Protocol
 
 from learner.publisher import Announcements
 from protocol.api import AdmittedGroup
+from protocol.envelope import Envelope
 from protocol.messages import BatchPlan, ScreenReport
 
 
@@ -14,6 +15,10 @@ class LearnerClient(Announcements, Protocol):
 
     def admitted(self, limit: int) -> list[AdmittedGroup]:
         """Complete, verified, unconsumed groups, oldest first."""
+        ...
+
+    def checkpoint(self, version: int) -> Envelope:
+        """The manifest of one version, as it was published; ``E_NOT_FOUND`` when there is none."""
         ...
 
     def post_batch(self, plan: BatchPlan) -> object:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from learner.config import PublishConfig
+from protocol.api import E_CHECKPOINT_CHAIN
 from protocol.clock import Clock
 from protocol.envelope import Envelope
 from protocol.errors import AssayError
@@ -62,7 +63,7 @@ class Publisher:
         self._recent: dict[int, CheckpointManifest] = {}
         self._lock = threading.Lock()
         self._newest: tuple[int, Envelope] | None = None
-        self._stop = threading.Event()
+        self._stop, self._forgotten = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def make(self, previous: tuple[CheckpointManifest, Envelope] | None, old: State | None,
@@ -168,9 +169,20 @@ class Publisher:
         if self._thread is not None:
             self._thread.join(timeout=10.0)
 
+    def forgotten(self) -> bool:
+        """Whether the coordinator said, since this was asked last, that it lacks the version of the head."""
+        found = self._forgotten.is_set()
+        self._forgotten.clear()
+        return found
+
     def _beat_on(self) -> None:
         while not self._stop.wait(self._config.heartbeat_ms / 1000):
-            try:
-                self.beat()
-            except AssayError as error:
-                logger.warning("the head was not renewed", extra={"code": error.code, "detail": str(error)})
+            self._beat_once()
+
+    def _beat_once(self) -> None:
+        try:
+            self.beat()
+        except AssayError as error:
+            if error.code == E_CHECKPOINT_CHAIN:
+                self._forgotten.set()
+            logger.warning("the head was not renewed", extra={"code": error.code, "detail": str(error)})

@@ -21,13 +21,14 @@ from learner.journal import Journal, PlannedStep, Publication, plan_sha256
 from learner.metrics import Metrics, as_micro, finite, warnings_of
 from learner.office import LearnerClient
 from learner.publisher import Publisher
+from learner.retelling import E_RESUME, FORGOTTEN, Retelling
 from learner.screen import screen_message
 from learner.trainer import StepAbandoned, StepResult
 from learner.waiting_room import ReadyGroup, WaitingRoom
-from protocol.api import E_BATCH, E_CHECKPOINT_CHAIN, AdmittedGroup
+from protocol.api import E_BATCH, AdmittedGroup
 from protocol.clock import Clock
 from protocol.envelope import Envelope
-from protocol.errors import LocalFault, PeerFault, Transient, code
+from protocol.errors import LocalFault, PeerFault, Transient
 from protocol.identity import Identity
 from protocol.messages import BatchGroup, BatchPlan, CheckpointManifest, RunManifest, UpdateReceipt
 from protocol.store import Store
@@ -36,8 +37,6 @@ from protocol.weights.layout import State
 from protocol.weights.state_root import hash_named, state_root
 
 logger = logging.getLogger(__name__)
-
-E_RESUME = code("E_RESUME", "the learner cannot go on from what its work directory holds")
 
 Outcome = Literal["complete", "stopped"]
 _R = TypeVar("_R")
@@ -78,6 +77,7 @@ class Learner:
         )
         self._beacons: dict[int, str] = {}
         self._room = WaitingRoom(store, Admission(manifest, self._beacons), journal)
+        self._retelling = Retelling(client, journal, self.publisher)
         self._newest: _Newest | None = None
         self._trained = 0  #: version that the trainer's weights are, published or not
         self._saved = 0  #: version of the newest resume point; version 0 needs none
@@ -125,21 +125,9 @@ class Learner:
             self._restore(newest)
         publication = self._publication(self.version)
         if not self.journal.told(self.version):
-            self._tell_again(publication)
-        else:
-            self._insist("renew the head", lambda: self.publisher.renew(self.version, publication.manifest))
-
-    def _tell_again(self, publication: Publication) -> None:
-        try:
             self._tell(self.version, publication)
-        except PeerFault as error:
-            if error.code != E_CHECKPOINT_CHAIN:
-                raise
-            raise LocalFault(
-                E_RESUME, f"version {self.version} of this work directory is not the one that the run has",
-                expected=error.expected, got=error.got,
-                hint="give the --work that this run was learned in; from an empty one a begun run cannot go on",
-            ) from None
+        else:
+            self._reach("renew the head", lambda: self.publisher.renew(self.version, publication.manifest))
 
     def _publish_first(self) -> None:
         state = self.trainer.published_state()
@@ -239,11 +227,22 @@ class Learner:
                 self._pause()
         raise StepAbandoned
 
+    def _reach(self, what: str, call: Callable[[], object]) -> None:
+        """Insist on ``call``; a coordinator that has forgotten what came before is told of that instead."""
+        try:
+            self._insist(what, call)
+        except PeerFault as error:
+            if error.code not in FORGOTTEN:
+                raise
+            self._insist("tell of versions again", lambda: self._retelling.tell(self.version))
+
     def _plan(self) -> PlannedStep:
         """Wait for enough groups and write the plan down."""
         wanted = self.manifest.batch.groups_per_batch
         started = said = self.clock.monotonic()
         while not self.should_stop():
+            if self.publisher.forgotten():
+                self._insist("tell of versions again", lambda: self._retelling.tell(self.version))
             ready = self._listed(wanted + self.journal.quarantined_groups)
             now = self.clock.monotonic()
             if len(ready) >= wanted:
@@ -363,7 +362,7 @@ class Learner:
 
     def _tell(self, version: int, publication: Publication) -> None:
         receipt = publication.receipt
-        self._insist("announce a version", lambda: self.publisher.tell(version, publication.manifest, receipt))
+        self._reach("announce a version", lambda: self.publisher.tell(version, publication.manifest, receipt))
         if receipt is not None:
             self._tell_screen(receipt, publication.metrics)
             self.journal.write_metrics(publication.metrics)

@@ -32,7 +32,7 @@ def healthz() -> str:
 
 @router.get("/readyz", response_class=PlainTextResponse, tags=["operation"])
 def readyz(desk: Desk) -> str:
-    """Whether database and schema are in order."""
+    """Whether the database is whole, as far as it was read, and of this schema."""
     desk.database.check_schema()
     return "ready\n"
 

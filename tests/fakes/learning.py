@@ -20,7 +20,7 @@ from learner.trainer import Trainer
 from protocol import bundle, sampler
 from protocol.api import E_BATCH, E_CHECKPOINT_CHAIN, AdmittedGroup, AdmittedSample
 from protocol.envelope import Envelope
-from protocol.errors import PeerFault
+from protocol.errors import LocalFault, PeerFault
 from protocol.identity import Identity
 from protocol.messages import (
     AuditPolicy,
@@ -177,12 +177,13 @@ class FakeCoordinator:
     receipts: dict[int, UpdateReceipt] = field(default_factory=dict)
     heads: list[CheckpointHead] = field(default_factory=list)
     screens: dict[int, ScreenReport] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)  #: groups that no batch can name (any more)
     on_call: Callable[[str], None] = lambda name: None
 
     def admitted(self, limit: int) -> list[AdmittedGroup]:
         self.on_call("admitted")
         used = {entry.group for plan in self.plans.values() for entry in plan.groups}
-        return [group for group in self.groups if group.group not in used][:limit]
+        return [group for group in self.groups if group.group not in used | self.lost][:limit]
 
     def post_batch(self, plan: BatchPlan) -> None:
         self.on_call("post_batch")
@@ -191,6 +192,8 @@ class FakeCoordinator:
             raise PeerFault(E_BATCH, "the batch does not follow the newest version")
         if known is not None and known != plan:
             raise PeerFault("E_CONFLICT", "this version has another batch")
+        if known is None and self.lost & {entry.group for entry in plan.groups}:
+            raise PeerFault(E_BATCH, "a group cannot be used", got="unknown")
         self.plans[plan.version] = plan
         self.on_call("post_batch done")
 
@@ -207,7 +210,22 @@ class FakeCoordinator:
 
     def publish_head(self, head: Envelope) -> None:
         self.on_call("publish_head")
-        self.heads.append(CheckpointHead.open(head, LEARNER.public_key, run_id=RUN_ID))
+        opened = CheckpointHead.open(head, LEARNER.public_key, run_id=RUN_ID)
+        if opened.version not in self.manifests or (self.heads and opened.version < self.heads[-1].version):
+            raise PeerFault(E_CHECKPOINT_CHAIN, "the head does not fit", got=opened.version)
+        self.heads.append(opened)
+
+    def checkpoint(self, version: int) -> Envelope:
+        if version not in self.manifests:
+            raise LocalFault("E_NOT_FOUND", "no such version", got=version)
+        return self.manifests[version]
+
+    def forget(self, version: int) -> None:
+        """As a database that is put back: nothing after ``version`` was ever heard of."""
+        for heard in (self.manifests, self.plans, self.receipts, self.screens):
+            for later in [at for at in heard if at > version]:
+                del heard[later]
+        self.heads = [head for head in self.heads if head.version <= version]
 
     def post_screen(self, report: ScreenReport) -> None:
         self.on_call("post_screen")
@@ -217,6 +235,8 @@ class FakeCoordinator:
 
     def post_update(self, receipt: UpdateReceipt) -> None:
         self.on_call("post_update")
+        if receipt.version not in self.plans:
+            raise PeerFault(E_BATCH, "no such batch")
         known = self.receipts.setdefault(receipt.version, receipt)
         assert known == receipt
         self.on_call("post_update done")

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import os
+import resource
+import signal
 import stat
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +16,7 @@ from safetensors.numpy import save_file
 from coordinator.app import create_app, open_run
 from coordinator.config import CoordinatorConfig
 from coordinator.coordinator import Coordinator
-from coordinator.foundation import Founding, found
+from coordinator.foundation import Founding, check_host, found
 from coordinator.preset_settings import with_settings
 from coordinator.presets import preset
 from coordinator.quantisation import least_steps
@@ -205,3 +210,44 @@ def test_the_learner_gets_the_presets_settings(tmp_path: Path, founding: Foundin
     settings, _ = load_config(LearnerConfig, tmp_path / "run" / "learner.toml", "ASSAY_LEARNER_", {}, environ={})
     assert settings.optim.lr == founding.preset.learner["optim.lr"]
     assert settings.loss.preset == founding.preset.learner["loss.preset"]
+
+
+@pytest.mark.parametrize("host", ["", "my host", "http://x.y:80", "x.y:80", "a..b", "-a", "a/b", "[::1]", "a" * 64])
+def test_a_host_that_nobody_can_dial_founds_nothing(
+    tmp_path: Path, founding: Founding, clock: FakeClock, host: str
+) -> None:
+    with pytest.raises(LocalFault) as caught:
+        found(tmp_path / "run", replace(founding, host=host), clock)
+    assert (caught.value.code, caught.value.got) == ("E_CONFIG", repr(host))
+    assert "without http://" in caught.value.expected
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("host", ["localhost", "203.0.113.7", "::1", "a.example.", "my_host-1.x", "b\u00fccher.de"])
+def test_names_and_addresses_are_hosts(host: str) -> None:
+    check_host(host)
+
+
+def test_data_that_no_task_uses_founds_nothing(tmp_path: Path, founding: Founding, clock: FakeClock) -> None:
+    with pytest.raises(LocalFault) as caught:
+        found(tmp_path / "run", replace(founding, data=tmp_path / "train.jsonl"), clock)
+    assert (caught.value.code, caught.value.expected) == ("E_CONFIG", "no --data")
+
+
+@pytest.mark.parametrize("room", [0, 100, 3000, 20_000, 100_000])
+def test_a_full_disk_leaves_one_named_error_and_no_half_folder(tmp_path: Path, room: int) -> None:
+    """No file may be longer than ``room`` bytes: the kernel refuses the rest, wherever founding is by then."""
+    model = make_model_folder(tmp_path / "model")
+    command = [sys.executable, "-m", "assay", "coordinator", "init", str(tmp_path / "run"), "--model", str(model)]
+
+    def full() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, preexec_fn=full, capture_output=True, text=True, timeout=300, env=environment)
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error E_")
+    assert "got:" in done.stderr
+    assert done.returncode in (1, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
