@@ -39,7 +39,7 @@ LEVELS: Final = 8
 #: The simulated alarm: a bound of 0.05 over so many audited rollouts.
 LIFE: Final = 1_000
 BOUND: Final = 0.05
-#: Share of audited frauds that T2 finds, and of all frauds that the learner's screen (T1') finds.
+#: Share of audited frauds that T2 finds, and of all frauds that something else sends back before they are trained on.
 POWER: Final = 1.0
 SCREEN: Final = 0.9
 HORIZONS: Final = (1_000, 10_000, 100_000)
