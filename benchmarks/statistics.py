@@ -52,7 +52,7 @@ SHIFTED: Final = (1.0, 2.0, 3.0)
 #: The simulated alarm: a bound of 0.05 over so many audited bundles.
 LIFE: Final = 1_000
 BOUND: Final = 0.05
-#: Share of audited frauds that T2 finds, and of all frauds that the learner's screen (T1') finds.
+#: Share of audited frauds that T2 finds, and of all frauds that something else sends back before they are trained on.
 POWER: Final = 1.0
 SCREEN: Final = 0.9
 HORIZONS: Final = (1_000, 10_000, 100_000)

@@ -57,7 +57,7 @@ class Admission:
             if rollout is None:
                 raise PeerFault(E_ADMITTED_GROUP, "a bundle lacks a sample it was admitted for", expected=sample.sample)
             self._check(rollout, lease, version)
-            samples.append(TrainingSample(rollout, sample.reward_micro, sample.node_id))
+            samples.append(TrainingSample(rollout, sample.reward_micro, sample.node_id, self._kl_limit()))
         return TrainingGroup(group.group, list(group.prompt_tokens), tuple(samples))
 
     def is_stale(self, group: AdmittedGroup, version: int) -> bool:
@@ -77,6 +77,10 @@ class Admission:
         beacon = self._beacons.get(lease.start_version, lease.beacon)
         _require(lease.beacon == beacon, f"beacon {beacon} of version {lease.start_version}", lease.beacon)
         return lease
+
+    def _kl_limit(self) -> float:
+        """Mean divergence, nats per token, within which an audit would find a head honest."""
+        return max(profile.max_mean_kl_nano for profile in self._manifest.profiles) / 1e9
 
     def _open(self, data: bytes) -> dict[int, Rollout]:
         return {rollout.sample: rollout for rollout in bundle.decode(data, self._manifest.sampling).rollouts}

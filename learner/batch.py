@@ -30,6 +30,7 @@ class TrainingSample:
     rollout: Rollout
     reward_micro: int
     node_id: str = ""  #: who generated it, hex
+    kl_limit: float = 0.0  #: mean divergence of its heads that an audit allows, nats per token
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Sequence:
     head_valid_TK: NDArray[np.bool_]
     tail_q_T: NDArray[np.float64]  #: behaviour mass outside the head
     node_id: str = ""
+    kl_limit: float = 0.0  #: mean divergence of its heads that an audit allows, nats per token
     scale_T: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  #: aggregation scale times lag weight
     draws_TS: NDArray[np.float64] | None = None  #: uniform numbers of further draws, for centring by draws
     routes_TYX: NDArray[np.uint8] | None = None  #: the sampler's experts, where the run records them
@@ -168,6 +170,7 @@ def _sequence(group: TrainingGroup, sample: TrainingSample, advantage: float, sc
         head_valid_TK=valid_TK,
         tail_q_T=np.exp(sampler.tail_logprobs(rollout, rules)),
         node_id=sample.node_id,
+        kl_limit=sample.kl_limit,
         draws_TS=_draws(group.group, rollout, version, config),
         routes_TYX=rollout.routes,
     )

@@ -36,7 +36,7 @@ from learner.screen import RolloutNumbers, screen
 from protocol.errors import LocalFault, code
 from protocol.messages import SamplingRules
 from protocol.reference.loader import load_config_model
-from protocol.reference.routing import check_rules, replay_routes
+from protocol.reference.routing import check_rules, replay_routes, routers
 from protocol.weights.layout import Layout, State
 
 E_MODEL_UNSUPPORTED = code("E_MODEL_UNSUPPORTED", "the learner cannot compute this model's logits")
@@ -168,7 +168,8 @@ class Trainer:
         metrics |= {"grad_norm": norm, "lr": self._rate() * scale, "lr_scale": scale, "skipped": skipped}
         if self._reference is not None:
             metrics |= {"kl_ref": seen.distance()}
-        metrics |= {"nodes": {report.node_id: report.as_dict() for report in screen(seen.rollouts)}}
+        reports = screen(seen.rollouts, self.rules.steps_per_nat, exact=self._exact())
+        metrics |= {"nodes": {report.node_id: report.as_dict() for report in reports}}
         return StepResult(metrics, skipped)
 
     def save(self, folder: Path) -> None:
@@ -276,6 +277,10 @@ class Trainer:
         cap_N = self.caps.caps(tokens.lag_N, loss.cap, loss.cap_decay) if self.correction.aged else None
         return token_rule(tokens.lag_N, tokens.signal_N, self.correction, cap_N=cap_N, log_bound=log_bound)
 
+    def _exact(self) -> bool:
+        """Whether the forward pass is what a verifier computes: float32, and no router that may choose otherwise."""
+        return self.config.batch.compute == "float32" and not routers(self.model)
+
     def _chunks(self) -> dict[str, Any]:
         rows = chunk_rows(self.model.config.vocab_size, self.config.batch.head_chunk_mib)
         return {"temperature": self.rules.temperature_milli / 1000, "rows": rows}
@@ -330,12 +335,16 @@ class Trainer:
 def rollout_numbers(micro: Microbatch, stats: TokenStats) -> list[RolloutNumbers]:
     """What the forward pass saw of each rollout of a microbatch."""
     log_ratio_N = stats.log_ratio_N.double()
-    columns_N3 = torch.stack([torch.ones_like(log_ratio_N), -log_ratio_N, torch.expm1(log_ratio_N) - log_ratio_N], 1)
-    sums_S3 = torch.zeros(len(micro.sequences), 3, dtype=torch.float64, device=log_ratio_N.device)
-    sums_S3.index_add_(0, micro.tokens.sequence_N, columns_N3)
+    columns = [torch.ones_like(log_ratio_N), -log_ratio_N, torch.expm1(log_ratio_N) - log_ratio_N,
+               stats.head_kl_N.double()]
+    sums_S4 = torch.zeros(len(micro.sequences), 4, dtype=torch.float64, device=log_ratio_N.device)
+    sums_S4.index_add_(0, micro.tokens.sequence_N, torch.stack(columns, 1))
     return [
-        RolloutNumbers(sequence.node_id, sequence.group, sequence.sample, int(sequence.lag_T[0]), int(tokens), k1, k3)
-        for sequence, (tokens, k1, k3) in zip(micro.sequences, sums_S3.tolist(), strict=True)
+        RolloutNumbers(
+            sequence.node_id, sequence.group, sequence.sample, int(sequence.lag_T[0]), int(tokens), k1, k3, kl,
+            sequence.kl_limit,
+        )
+        for sequence, (tokens, k1, k3, kl) in zip(micro.sequences, sums_S4.tolist(), strict=True)
     ]
 
 

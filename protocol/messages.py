@@ -359,9 +359,9 @@ class NodeScreen(Part):
     """T1': what the learner's own forward pass says about one node's heads in one batch."""
 
     node_id: Hex32
-    tokens: Count  #: stochastic tokens looked at
-    outliers: Count  #: of them, beyond the screen's limit, corrected for lag
-    score_milli: Signed  #: one-sided z-score against the other nodes of the batch at the same lag, 1e-3
+    tokens: Count  #: tokens looked at
+    outliers: Count  #: of them, in rollouts that stand out by themselves
+    score_milli: Signed  #: one-sided z-score against rounding (fresh) or the other nodes at the same lag (stale), 1e-3
     receipts: Annotated[list[Hex32], Field(max_length=64)]  #: digests of the receipts that stand out, worst first
 
 

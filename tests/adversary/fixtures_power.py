@@ -1,4 +1,4 @@
-"""Fixtures whose catch is a matter of chance or of sums: draws, the learner's screen, calibrated profiles, replicas."""
+"""Fixtures whose catch is a matter of chance or of sums: draws, calibrated profiles, replicas."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ from typing import Any
 
 import torch
 
-from learner.admission import Admission
-from learner.batch import TrainingGroup, make_batch
-from learner.config import LearnerConfig
-from learner.screen import screen_message
-from learner.trainer import Trainer
 from node.unit import Unit
 from protocol.messages import Commitment, Finding, Lease, Receipt, Verdict
 from tests.adversary import cheats
@@ -60,48 +55,6 @@ def guessing(bench: Bench, seed: int) -> Catch:
         return replace(spooled, commitment=Commitment.from_payload(made.commitment.payload), data=made.bundle)
 
     return bench.chase("half", seed, Cheat(seal=seal))
-
-
-# -- T1': the learner's forward pass ------------------------------------------------------------------------
-
-
-@fixture(4, "int8 weights, nothing drawn, seen by the learner's screen", "T1'", *MODEL)
-def screened(bench: Bench, seed: int) -> Catch:
-    """All bundles pass T0 and T1 and would be trained on; the learner's own forward pass sends them back."""
-    pipeline = bench.pipeline("undrawn", seed)
-    node = pipeline.node(f"screened {seed}", INT8)
-    others = [pipeline.node(f"honest {seed} {i}") for i in range(2)]
-    handed = [one for party in (node, *others, *others) for one in party.turn()]
-    pipeline.verify()
-    assert caught(pipeline, node) is None
-    _post_screen(pipeline, {party.key.id for party in (node, *others)}, seed)
-    pipeline.verify()
-    found = caught(pipeline, node)
-    honest, alarms = bench.honest(pipeline)
-    alarms += sum(party.banned for party in others)
-    honest += sum(one.rollouts for one in handed) - sum(one.rollouts for one in node.handed)
-    if found is None:
-        return Catch(False, None, "nobody", honest=honest, alarms=alarms)
-    return replace(found, where="T1'", honest=honest, alarms=alarms)
-
-
-def _post_screen(pipeline: Pipeline, nodes: set[str], number: int) -> None:
-    """What a learner's step reports. Rewards are made up so that each group has a signal: the screen ignores them."""
-    world, learner, version = pipeline.world, pipeline.learner, pipeline.shown
-    groups = [g for g in learner.admitted(4096) if nodes.intersection(s.node_id for s in g.samples)]
-    admission = Admission(world.run, {v: world.checkpoints[v][0].beacon for v in range(version + 1)})
-    training = []
-    for group in groups:
-        objects = {s.object_sha256: learner.fetch(s.object_sha256) for s in group.samples}
-        admitted = admission.admit(group, objects, version)
-        rewarded = [replace(s, reward_micro=10**6 * (i % 2)) for i, s in enumerate(admitted.samples)]
-        training.append(TrainingGroup(admitted.group, admitted.prompt_tokens, tuple(rewarded)))
-    config = LearnerConfig()
-    torch.manual_seed(0)
-    trainer = Trainer.open(world.model_dir, world.layout, world.state(version), config, world.rules)
-    metrics = trainer.train_step(make_batch(training, version, world.rules, config)).metrics
-    report = screen_message(RUN_ID, 1000 + number, metrics["nodes"], groups, pipeline.clock.now_ms())
-    learner.post_screen(report)
 
 
 # -- 19, 27, 29: sums under a calibrated profile --------------------------------------------------------------
