@@ -30,10 +30,11 @@ def submission_json(result: Audit, file: Path, *, pinned: bool) -> str:
     })
 
 
-def log_json(kind: str, result: LogAudit, source: str, **more: Any) -> str:
-    """An audit of a log, ``kind`` "log" or "run"."""
+def log_json(kind: str, result: LogAudit, source: str, root: str, *, pinned: bool, **more: Any) -> str:
+    """An audit of a log, ``kind`` "log" or "run". ``pinned``: the root key was given by whoever asks."""
     return _dump(kind, result.outcome, result.code, {
-        "source": source, "run_id": result.run.run_id, "head": result.note, "size": result.head.size,
+        "source": source, "run_id": result.run.run_id, "root": root, "root_pinned": pinned,
+        "head": result.note, "size": result.head.size,
         "entries_read": result.read, "conflicting_heads": list(result.conflicts),
         "likely_causes": list(likely_causes(result.code)),
         "hint": None if result.code is None else advice(result.code),

@@ -18,13 +18,18 @@ from verifier.audit import Audit, IgnoredVerdict
 _STYLE = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
 
 
+def root_words(root: str, *, pinned: bool) -> str:
+    """Whose run it is, and whether whoever asked said so."""
+    return f"root key {root} ({'as given' if pinned else 'NOT pinned: compare it, or pass --root'})"
+
+
 def print_audit(result: Audit, file: Path, checkpoints: list[Path], data: list[Path], *, pinned: bool) -> None:
     """Write the audit to the terminal."""
     console = Console(highlight=False)
     lease, judgement = result.lease, result.judgement
     say = partial(console.print, soft_wrap=True)
     say(f"run      {plain(result.run.name)} ({result.run.run_id})")
-    say(f"root key {result.root} ({'as given' if pinned else 'NOT pinned: compare it, or pass --root'})")
+    say(root_words(result.root, pinned=pinned))
     say(f"node     {result.node_id}")
     say(
         f"lease    {lease.lease_id}: {plain(lease.environment)}, group {lease.group}, samples {lease.samples}, "

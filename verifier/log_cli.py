@@ -25,7 +25,7 @@ from protocol.signed_note import MAX_NOTE_BYTES
 from protocol.text import printable
 from verifier.audit_exit import as_ours
 from verifier.audit_report import log_json
-from verifier.audit_table import ended, findings_table
+from verifier.audit_table import ended, findings_table, root_words
 from verifier.batch_audit import BatchAudit
 from verifier.draw_audit import DrawAudit, audit_draws
 from verifier.findings import Report
@@ -53,7 +53,7 @@ def audit(
     """``assay audit log``; the outcome."""
     _check_call(where, root, remember, against, save, receipts)
     with _open(where) as source:
-        run, pinned = _run_of(source, root)
+        run, signer = _run_of(source, root)
         known = _known(remember, against)
         result = audit_log(source, run, known, whole=whole or isinstance(source, FileLog) or save is not None)
         for receipt in receipts:
@@ -62,12 +62,13 @@ def audit(
         if isinstance(source, LiveLog):
             check_fresh(source, result, SystemClock().now_ms())
         if save is not None and result.whole and result.outcome != "inconclusive":
-            _save(save, source, result, pinned)
+            _save(save, source, result, signer)
     _finish(result, remember)
     if as_json:
-        print(log_json("log", result, where))
+        print(log_json("log", result, where, signer.hex(), pinned=root is not None))
     else:
-        _print(result, f"{entries(result.head.size)} under {result.head.root.hex()}")
+        summary = f"{entries(result.head.size)} under {result.head.root.hex()}"
+        _print(result, root_words(signer.hex(), pinned=root is not None), summary)
     return result.outcome
 
 
@@ -75,7 +76,7 @@ def audit_run(where: str, root: bytes | None, remember: Path | None, *, as_json:
     """``assay audit run``; the outcome."""
     _check_call(where, root, remember, [], None, [])
     with _open(where) as source:
-        run, _ = _run_of(source, root)
+        run, signer = _run_of(source, root)
         draws = _Draws(run)
         result = audit_log(source, run, _known(remember, []), whole=True, follow=draws.follow)
         if result.whole:
@@ -87,9 +88,9 @@ def audit_run(where: str, root: bytes | None, remember: Path | None, *, as_json:
     counts = draws.counts if result.whole else DrawAudit()
     _finish(result, remember)
     if as_json:
-        print(log_json("run", result, where, draws=counts.to_dict()))
+        print(log_json("run", result, where, signer.hex(), pinned=root is not None, draws=counts.to_dict()))
     else:
-        _print(result, counts.words())
+        _print(result, root_words(signer.hex(), pinned=root is not None), counts.words())
     return result.outcome
 
 
@@ -283,9 +284,10 @@ def _finish(result: LogAudit, remember: Path | None) -> None:
         file.write(result.note.encode())
 
 
-def _print(result: LogAudit, summary: str) -> None:
+def _print(result: LogAudit, root: str, summary: str) -> None:
     console = Console(highlight=False)
     console.print(f"run  {printable(result.run.name)} ({result.run.run_id})", soft_wrap=True, markup=False)
+    console.print(root, soft_wrap=True, markup=False)
     console.print(findings_table(result.report.findings))
     console.print(summary, soft_wrap=True, markup=False)
     console.print(f"[{_STYLE[result.outcome]}]{result.outcome.upper()}[/]{ended('', result.code)}", soft_wrap=True)

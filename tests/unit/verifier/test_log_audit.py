@@ -126,6 +126,13 @@ def test_every_entry_can_be_read_and_kept(world: World, tmp_path: Path) -> None:
     assert audit(world, saved)[0] == 0
     assert audit(world, URL, "--all")[1]["entries_read"] == len(entries(world))
     assert list(log_file.LogFile.open(saved).entries()) == entries(world)
+    key = world.keys["root"].public_key.hex()
+    for command in ("log", "run"):  # whose key it was is said, and whether that is what was asked for
+        pinned = audit(world, saved, command=command)[1]
+        assert (pinned["root"], pinned["root_pinned"]) == (key, True)
+        found = json.loads(RUNNER.invoke(app, [command, str(saved), "--json"]).stdout)
+        assert (found["root"], found["root_pinned"]) == (key, False)
+        assert f"root key {key} (NOT pinned" in RUNNER.invoke(app, [command, str(saved)]).stdout
 
 
 def test_receipts_and_heads_of_evidence_are_in_the_log(world: World, tmp_path: Path) -> None:
