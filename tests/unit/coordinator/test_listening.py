@@ -27,10 +27,10 @@ def test_a_taken_port_is_a_configuration_fault() -> None:
 _TOLD_EARLY = """
 import os, signal, sys
 from pathlib import Path
-from types import SimpleNamespace
 from fastapi import FastAPI
+from coordinator.config import CoordinatorConfig
 from coordinator.server import listen, serve
-config = SimpleNamespace(directory=Path(sys.argv[1]))
+config = CoordinatorConfig(directory=Path(sys.argv[1]))
 serve(FastAPI(), config, listen("127.0.0.1", 0), lambda url: os.kill(os.getpid(), getattr(signal, sys.argv[2])))
 """
 
