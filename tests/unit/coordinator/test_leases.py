@@ -193,7 +193,7 @@ def test_what_had_run_out_before_stays_out_and_nothing_lasts_longer_than_a_lease
 
 
 def test_it_knows_when_it_served_last_though_it_was_killed(world: World) -> None:
-    node = world.node().join()
+    node, other = world.node().join(), world.node("other").join()
     [(lease, digest)] = node.leases(1)
     for _ in range(50):
         world.clock.advance(1)
@@ -201,6 +201,7 @@ def test_it_knows_when_it_served_last_though_it_was_killed(world: World) -> None
     world.coordinator.close = lambda: None  # type: ignore[method-assign]
     away(world, 300)
     world.clock.advance(25)
+    assert (lease.group, lease.samples) not in [(x.group, x.samples) for x, _ in other.leases(8)]
     assert node.finish(lease, digest).duplicate is False
     assert world.node_row(node)["dropped"] == 0
 

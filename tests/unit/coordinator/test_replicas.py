@@ -185,6 +185,7 @@ def test_a_replica_looks_like_any_other_lease(make_world: MakeWorld) -> None:
     one.finish(first, digest)
     leases = [lease for lease, _ in two.leases(2)]
     assert {unit_of(lease) == unit_of(first) for lease in leases} == {True, False}
+    assert [unit_of(lease) for lease in leases] == sorted(unit_of(lease) for lease in leases)
     assert leases[0].model_dump().keys() == leases[1].model_dump().keys() == first.model_dump().keys()
     shown = leases_of(world, first.group) + leases_of(world, leases[0].group)
     assert {lease["shadow"] for lease in shown} == {None}
