@@ -277,7 +277,7 @@ def _settings(founding: Founding) -> str:
     lines = [f"host = {json.dumps(founding.host)}", f"port = {founding.port}"]
     if founding.store_url:
         lines.append(f"store_url = {json.dumps(founding.store_url)}")
-    return "\n".join(["# Settings of assay coordinator serve; see coordinator/config.py for all of them.", *lines, ""])
+    return "\n".join(["# Settings of assay coordinator serve; docs/settings.md lists all of them.", *lines, ""])
 
 
 def _learner_settings(preset: Preset) -> str:
