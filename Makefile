@@ -66,6 +66,7 @@ check: $(STAMP) ## Lint, types, generated pages, then all tests.
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(PARTS)
 	$(BIN)/python docs/generate_errors.py --check
+	$(BIN)/python docs/generate_settings.py --check
 	$(MAKE) test
 
 format: $(STAMP) ## Mend what ruff can mend.

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from protocol.errors import E_CONFIG, LocalFault
+from protocol.errors import E_CONFIG, E_NOT_FOUND, E_USAGE, AssayError, LocalFault
 
 if TYPE_CHECKING:
     from coordinator.config import CoordinatorConfig
@@ -35,7 +37,15 @@ def _node_id(value: str) -> str:
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the run.")]
 Dir = Annotated[Path, typer.Option("--dir", metavar="DIR", help="Directory of the run.")]
-Reason = Annotated[str, typer.Option("--reason", help="Why; it is written to the public log.")]
+def _reason(value: str) -> str:
+    if not 3 <= len(value) <= 400:
+        raise typer.BadParameter(f"expected 3 to 400 characters, got {len(value)}")
+    return value
+
+
+Reason = Annotated[
+    str, typer.Option("--reason", help="Why; it is written to the public log. 3 to 400 characters.", callback=_reason)
+]
 NodeId = Annotated[
     str, typer.Argument(metavar="NODE_ID", help="64 hex digits, see `assay coordinator nodes`.", callback=_node_id)
 ]
@@ -140,7 +150,8 @@ def ban(
     from coordinator.admin_client import AdminClient
 
     expires_in_s = None if hours is None else max(1, round(hours * 3600))
-    AdminClient(directory).act("ban", node_id=node_id, reason=reason, expires_in_s=expires_in_s)
+    with _known_node(node_id, directory):
+        AdminClient(directory).act("ban", node_id=node_id, reason=reason, expires_in_s=expires_in_s)
     print(f"{node_id} is banned.")
 
 
@@ -152,7 +163,8 @@ def unban(node_id: NodeId, reason: Reason, directory: Dir = Path()) -> None:
     """
     from coordinator.admin_client import AdminClient
 
-    AdminClient(directory).act("unban", node_id=node_id, reason=reason)
+    with _known_node(node_id, directory):
+        AdminClient(directory).act("unban", node_id=node_id, reason=reason)
     print(f"{node_id} may work again.")
 
 
@@ -318,6 +330,20 @@ def _database(directory: Path) -> Database:
             hint="put a backup there: assay coordinator db restore DIR BACKUP",
         )
     return database
+
+
+@contextmanager
+def _known_node(node_id: str, directory: Path) -> Iterator[None]:
+    """An id that the run does not know is a wrong call."""
+    try:
+        yield
+    except AssayError as error:
+        if error.code != E_NOT_FOUND:
+            raise
+        raise LocalFault(
+            E_USAGE, "this run has no such node", expected="the id of a node that registered", got=node_id,
+            hint=f"assay coordinator nodes --dir {directory} lists them",
+        ) from None
 
 
 def _announce(url: str) -> None:

@@ -23,7 +23,7 @@ from coordinator.presets import Preset
 from coordinator.quantisation import check_steps
 from protocol.api import JoinLink
 from protocol.clock import Clock
-from protocol.errors import E_CONFIG, LocalFault
+from protocol.errors import E_CONFIG, E_KEY_FILE, E_STORE, LocalFault
 from protocol.identity import Identity
 from protocol.messages import Environment, ModelSpec, Roles, RunManifest, SamplingRules
 from protocol.store import Store, open_store
@@ -38,6 +38,8 @@ MODEL_FILES: Final = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
     "special_tokens_map.json", "added_tokens.json",
 )
+#: What to do when something could not be written.
+_ROOM_HINT: Final = "nothing was made; see to free space and permissions, or choose another DIR"
 #: One part of a host name, between dots.
 _LABEL: Final = re.compile("[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 
@@ -96,8 +98,12 @@ def found(directory: Path, founding: Founding, clock: Clock) -> JoinLink:
     except (OSError, DBAPIError) as error:
         raise LocalFault(
             E_CONFIG, f"cannot write {directory}", expected="a disk with room for the run", got=_reason(error),
-            hint="nothing was made; see to free space and permissions, or choose another DIR",
+            hint=_ROOM_HINT,
         ) from None
+    except LocalFault as error:
+        if error.code in (E_KEY_FILE, E_STORE):
+            error.hint = _ROOM_HINT
+        raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return link
@@ -271,7 +277,7 @@ def _settings(founding: Founding) -> str:
     lines = [f"host = {json.dumps(founding.host)}", f"port = {founding.port}"]
     if founding.store_url:
         lines.append(f"store_url = {json.dumps(founding.store_url)}")
-    return "\n".join(["# Settings of assay coordinator serve; see coordinator/config.py for all of them.", *lines, ""])
+    return "\n".join(["# Settings of assay coordinator serve; docs/settings.md lists all of them.", *lines, ""])
 
 
 def _learner_settings(preset: Preset) -> str:

@@ -43,11 +43,12 @@ def up(
     Exit status: 0 the run is complete or was stopped, 1 something did not hold.
     """
     from coordinator.calibrations import read_record
+    from coordinator.foundation import check_data
     from coordinator.locks import FolderLock
     from coordinator.preset_settings import with_settings
     from coordinator.presets import preset as preset_of
     from coordinator.up_network import Network
-    from coordinator.up_plan import Folder, settle
+    from coordinator.up_plan import Folder, check_port, settle
     from coordinator.up_report import conclude
     from coordinator.up_view import JsonView, LiveView, View
     from protocol.clock import SystemClock
@@ -64,7 +65,10 @@ def up(
         )
 
     folder.claim()
-    base_of()  # a wrong call leaves no folder behind
+    # A wrong call leaves no folder behind.
+    check_data(base_of(), data)
+    if port and folder.load() is None:
+        check_port(port)
     with FolderLock(folder.lock, "assay up"):
         base = base_of()
         choices = settle(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -11,7 +12,7 @@ import httpx
 
 from coordinator.presets import Preset
 from coordinator.up_plan import HONEST, Choices, Folder, port_is_free
-from coordinator.up_process import Child, run_command
+from coordinator.up_process import Child, Stopped, run_command
 from coordinator.up_seat import DrillRow, NodePlan, Seat
 from coordinator.up_status import Status
 from coordinator.up_supervisor import State, Supervisor
@@ -78,7 +79,18 @@ class Network:
     # -- the stages --------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make the first model and the run, unless an earlier start did."""
+        """Make the first model and the run, unless an earlier start did. Told to stop, it leaves off at once.
+
+        What it leaves half done is made anew by the next start.
+
+        Raises:
+            LocalFault: ``E_UP_START`` when the port is taken, before anything is made; ``E_UP_COMMAND``.
+        """
+        self._wait_for_the_port()
+        with suppress(Stopped):
+            self._prepare()
+
+    def _prepare(self) -> None:
         if not self.folder.model.exists():
             self._view.event("preparing", {"what": f"the first model ({self.preset.model})"})
             scratch = self.folder.model.with_name("model.new")
@@ -90,7 +102,8 @@ class Network:
             scratch.rename(self.folder.model)
         if not (self.folder.coordinator / "link.txt").exists():
             self._view.event("preparing", {"what": "the run: keys, signed manifest, database"})
-            shutil.rmtree(self.folder.coordinator, ignore_errors=True)
+            for begun in (self.folder.coordinator, *self.folder.path.glob(f".{self.folder.coordinator.name}.*")):
+                shutil.rmtree(begun, ignore_errors=True)
             self._command(self._init_arguments(), INIT_TIMEOUT_S)
 
     def start(self) -> None:
@@ -181,7 +194,7 @@ class Network:
         return list(HONEST[: self.choices.nodes])
 
     def _command(self, arguments: list[str], timeout_s: float) -> None:
-        run_command(arguments, self.folder.log("prepare"), timeout_s)
+        run_command(arguments, self.folder.log("prepare"), timeout_s, lambda: self.asked_to_stop)
 
     def _child(self, name: str, arguments: list[str]) -> Child:
         return Child(name, arguments, self.folder.log(name))

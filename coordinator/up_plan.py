@@ -145,6 +145,19 @@ def port_is_free(port: int) -> bool:
     return True
 
 
+def check_port(port: int) -> None:
+    """Refuse a port of loopback that somebody uses.
+
+    Raises:
+        LocalFault: ``E_CONFIG``.
+    """
+    if not port_is_free(port):
+        raise LocalFault(
+            E_CONFIG, f"port {port} is taken", expected="a free port", got="a process that listens there",
+            hint="choose another --port, or leave it out to get one that is free",
+        )
+
+
 def write_json(path: Path, value: object) -> None:
     """Replace ``path`` by ``value`` as indented JSON, at once or not at all."""
     replace_file(path, (json.dumps(value, indent=2) + "\n").encode())

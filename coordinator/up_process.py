@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,12 @@ ONE_THREAD: Final = {
 }
 #: How much of a log is quoted when a process fails.
 TAIL_LINES: Final = 12
+#: How often a command that prepares the network is looked at, in seconds.
+LOOK_S: Final = 0.1
+
+
+class Stopped(Exception):
+    """A command was ended because somebody said stop."""
 
 
 def environment() -> dict[str, str]:
@@ -41,10 +48,13 @@ def tail(log: Path, lines: int = TAIL_LINES) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
-def run_command(arguments: Sequence[str], log: Path, timeout_s: float) -> str:
+def run_command(
+    arguments: Sequence[str], log: Path, timeout_s: float, should_stop: Callable[[], bool] = lambda: False
+) -> str:
     """Run ``assay ARGUMENTS`` to its end and return what it printed; both streams are also appended to ``log``.
 
     Raises:
+        Stopped: ``should_stop`` said so; the command was killed.
         LocalFault: ``E_UP_COMMAND`` when it exits with another status than 0 or takes longer than ``timeout_s``.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -57,10 +67,12 @@ def run_command(arguments: Sequence[str], log: Path, timeout_s: float) -> str:
             start_new_session=True,
         )
         try:
-            output, _ = child.communicate(timeout=timeout_s)
+            output = _output(child, timeout_s, should_stop)
         except BaseException as error:
             _signal_group(child, signal.SIGKILL)
             child.wait()
+            if child.stdout is not None:
+                child.stdout.close()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             raise LocalFault(
@@ -73,6 +85,18 @@ def run_command(arguments: Sequence[str], log: Path, timeout_s: float) -> str:
             hint=f"the end of {log}:\n{tail(log)}",
         )
     return output.decode(errors="replace")
+
+
+def _output(child: subprocess.Popen[bytes], timeout_s: float, should_stop: Callable[[], bool]) -> bytes:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if should_stop():
+            raise Stopped
+        try:
+            return child.communicate(timeout=LOOK_S)[0]
+        except subprocess.TimeoutExpired:
+            if time.monotonic() > deadline:
+                raise
 
 
 class Child:

@@ -11,7 +11,15 @@ from pathlib import Path
 from coordinator.up_evidence import collect_evidence, save_log
 from coordinator.up_network import Network
 from coordinator.up_plan import write_json
-from coordinator.up_summary import Summary, in_words, read_audit_weights, roots_equal, summarise
+from coordinator.up_summary import (
+    Summary,
+    in_words,
+    is_final,
+    read_audit_weights,
+    read_summary,
+    roots_equal,
+    summarise,
+)
 from coordinator.up_view import View
 from protocol.client import CoordinatorClient
 from protocol.errors import AssayError
@@ -26,8 +34,13 @@ class Report:
 
 
 def conclude(network: Network, view: View) -> Report:
-    """Run the network; write ``summary.json`` when the run is over."""
+    """Run the network; write ``summary.json`` when the run is over.
+
+    That of a run that was complete before stays as it was, and so does its running time.
+    """
     summary: Summary | None = None
+    earlier = read_summary(network.folder.summary)
+    kept = False
     try:
         network.prepare()
         if not network.asked_to_stop:
@@ -35,18 +48,23 @@ def conclude(network: Network, view: View) -> Report:
         complete = not network.asked_to_stop and network.watch()
         if not network.asked_to_stop:
             summary = _sum_up(network, view)
+            if summary is not None and earlier is not None and complete and is_final(earlier, summary):
+                summary, kept = earlier, True
+            if summary is not None and not kept:
+                write_json(network.folder.summary, summary.model_dump())
     finally:
         network.drain()
-        choices = network.choices.model_copy(update={"wall_s": round(network.wall_s, 1)})
-        network.folder.save(choices)
+        if not kept:
+            network.folder.save(network.choices.model_copy(update={"wall_s": round(network.wall_s, 1)}))
     path = network.folder.path
     if summary is None:
         go_on = f"{called()} up {path}"
         view.event("stopped", {"go_on_with": go_on})
         return Report(holds=True, lines=[f"Stopped. Go on with: {go_on}"])
-    view.event("summary", summary.model_dump())
+    files, commands = _files(network), _commands(network)
+    view.event("summary", {**summary.model_dump(), "files": files, "audit_commands": commands})
     holds = complete and summary.roots_equal and summary.honest_nodes_banned == 0
-    return Report(holds, [*in_words(summary), *_where(network)])
+    return Report(holds, [*in_words(summary), *_where(files, commands)])
 
 
 def _sum_up(network: Network, view: View) -> Summary | None:
@@ -64,13 +82,11 @@ def _sum_up(network: Network, view: View) -> Summary | None:
     for attack, file in evidence.items():
         view.event("evidence", {"attack": attack, "file": str(file)})
     homes = [network.folder.home(name) for name in network.honest]
-    summary = summarise(
+    return summarise(
         network.status, honest=network.honest, drills=network.choices.drills,
         roots_equal=roots_equal(homes, root), wall_s=network.wall_s,
         audit_weights=read_audit_weights(network.folder.verifier / "metrics.prom"),
     )
-    write_json(network.folder.summary, summary.model_dump())
-    return summary
 
 
 def called() -> str:
@@ -82,16 +98,35 @@ def called() -> str:
     return os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
 
 
-def _where(network: Network) -> list[str]:
+def _files(network: Network) -> dict[str, str | list[str]]:
+    """Where everything is, by what it is."""
     folder = network.folder
-    lines = ["", f"summary   {folder.summary}", f"events    {folder.events}", f"logs      {folder.log('*')}"]
+    found: dict[str, str | list[str]] = {
+        "summary": str(folder.summary), "events": str(folder.events), "logs": str(folder.log("*")),
+    }
     if folder.run_log.exists():
-        lines.append(f"log       {folder.run_log}")
-    files = sorted(folder.evidence.glob("*")) if folder.evidence.exists() else []
-    if files:
-        lines += [f"evidence  {folder.evidence} ({', '.join(file.name for file in files)})", "", "Audit it yourself:"]
-        store = folder.coordinator / "store"
-        lines.append(f"  {called()} audit {files[0]} --checkpoint {store} --root {network.link.root}")
+        found["log"] = str(folder.run_log)
+    found["evidence"] = [str(file) for file in sorted(folder.evidence.glob("*"))]
+    return found
+
+
+def _commands(network: Network) -> list[str]:
+    """How to audit what was kept."""
+    folder, root = network.folder, network.link.root
+    store = folder.coordinator / "store"
+    commands = [
+        f"{called()} audit {file} --checkpoint {store} --root {root}" for file in sorted(folder.evidence.glob("*"))
+    ]
     if folder.run_log.exists():
-        lines.append(f"  {called()} audit run {folder.run_log} --root {network.link.root}")
+        commands.append(f"{called()} audit run {folder.run_log} --root {root}")
+    return commands
+
+
+def _where(files: dict[str, str | list[str]], commands: list[str]) -> list[str]:
+    lines = ["", *(f"{what:<10}{path}" for what, path in files.items() if isinstance(path, str))]
+    evidence = [Path(file) for file in files["evidence"]]
+    if evidence:
+        lines.append(f"evidence  {evidence[0].parent} ({', '.join(file.name for file in evidence)})")
+    if commands:
+        lines += ["", "Audit it yourself:", *(f"  {command}" for command in {commands[0]: 0, commands[-1]: 0})]
     return lines

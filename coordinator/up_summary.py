@@ -130,6 +130,19 @@ def read_audit_weights(file: Path) -> AuditWeights | None:
     return AuditWeights(**{key: int(family.samples[0].value) for key, family in found.items() if family is not None})
 
 
+def read_summary(file: Path) -> Summary | None:
+    """What an earlier start wrote; None when there is nothing that can be read."""
+    try:
+        return Summary.model_validate_json(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def is_final(earlier: Summary, now: Summary) -> bool:
+    """Whether a summary of a run that is complete ``now`` told of its end already, with every node at it."""
+    return earlier.versions_published == now.versions_published and earlier.roots_equal
+
+
 def in_words(summary: Summary) -> list[str]:
     """The summary for a human, line by line."""
     lines = [

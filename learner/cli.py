@@ -123,11 +123,11 @@ def replay_command(
     from learner.checkpoint import ResumePoints
     from learner.journal import Journal
     from protocol.identity import root_key
-    from protocol.messages import RunManifest
+    from protocol.root_trust import open_run_manifest
     from protocol.store import open_store
 
     journal = Journal(work)
-    manifest = RunManifest.open(journal.run(), root_key(root))
+    manifest = open_run_manifest(journal.run(), root_key(root))
     import torch
 
     from learner.replay import E_LEARNER_REPLAY, Replay, first_trainer

@@ -9,6 +9,7 @@ from protocol.client import CoordinatorClient
 from protocol.errors import E_CONFIG, E_WRONG_KEY, LocalFault
 from protocol.identity import Identity, root_key
 from protocol.messages import RunManifest
+from protocol.root_trust import open_run_manifest
 from protocol.store import Store, open_store
 from protocol.weights.layout import Layout, State, read_safetensors
 
@@ -33,7 +34,7 @@ def open_run(client: CoordinatorClient, root: str, now_ms: int) -> RunManifest:
         PeerFault: what is wrong with the manifest.
         Transient: the coordinator cannot be reached.
     """
-    return RunManifest.open(client.run_manifest(), root_key(root), now_ms=now_ms)
+    return open_run_manifest(client.run_manifest(), root_key(root), now_ms=now_ms)
 
 
 def learner_key(client: CoordinatorClient, manifest: RunManifest) -> Identity:

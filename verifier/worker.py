@@ -12,8 +12,9 @@ from protocol.client import CoordinatorClient
 from protocol.clock import Clock, SystemClock
 from protocol.errors import E_WRONG_KEY, AssayError, LocalFault, PeerFault, Transient
 from protocol.identity import Identity
-from protocol.messages import AuditClaim, CheckpointHead, Lease, Receipt, RunManifest, Verdict
+from protocol.messages import AuditClaim, CheckpointHead, Lease, Receipt, Verdict
 from protocol.model_files import fetch_model_files
+from protocol.root_trust import open_run_manifest
 from protocol.store import open_store
 from protocol.weights.cache import ChunkCache
 from protocol.weights.layout import Layout
@@ -175,7 +176,7 @@ def start(config: VerifierConfig, client: CoordinatorClient, identity: Identity,
             not name our key; files cannot be had.
         Transient: the coordinator cannot be reached.
     """
-    run = RunManifest.open(client.run_manifest(), config.root, now_ms=clock.now_ms())
+    run = open_run_manifest(client.run_manifest(), config.root, now_ms=clock.now_ms())
     if identity.public_key.hex() not in run.roles.verifiers:
         raise LocalFault(
             E_WRONG_KEY, "the run does not name this key as a verifier's", expected=", ".join(run.roles.verifiers),

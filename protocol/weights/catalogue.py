@@ -15,6 +15,7 @@ from protocol.envelope import Envelope
 from protocol.errors import E_OBJECT_HASH, E_STORE, E_USAGE, AssayError, LocalFault, PeerFault
 from protocol.messages import CheckpointHead, CheckpointManifest, ChunkRef, RunManifest
 from protocol.paths import replacing
+from protocol.root_trust import open_run_manifest
 from protocol.weights.damage import Damage, damages, leaves_of
 from protocol.weights.follower import CheckpointFollower
 from protocol.weights.layout import Layout, State, read_safetensors, write_safetensors
@@ -83,7 +84,7 @@ class Catalogue:
             PeerFault: something is not signed, not of this run, or does not chain.
             LocalFault, Transient: it cannot be had.
         """
-        run = RunManifest.open(teller.run_manifest(), root_key)
+        run = open_run_manifest(teller.run_manifest(), root_key)
         layout_bytes = teller.fetch(run.model.layout_sha256)
         if hashlib.sha256(layout_bytes).hexdigest() != run.model.layout_sha256:
             raise PeerFault(E_OBJECT_HASH, "the layout is not the run's", expected=run.model.layout_sha256)

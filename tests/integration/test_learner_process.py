@@ -144,7 +144,7 @@ def test_bad_calls_end_with_their_codes(server: Server, tmp_path: Path):
     Identity(b"x" * 32).save(tmp_path / "other" / "learner.key")
     process = start(server, tmp_path / "other")
     _, errors = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert "E_WRONG_KEY" in errors
     for more, code in (
         (["--root", "abc"], E_USAGE), (["--root", LEARNER.public_key.hex()], E_SIGNATURE),

@@ -35,6 +35,20 @@ def test_units_call_commands_and_options_that_exist(root: Path, part: str) -> No
     assert "NoNewPrivileges=yes" in unit
 
 
+def test_no_unit_is_started_again_after_a_status_that_is_final(root: Path) -> None:
+    from node.cli import REFUSED
+
+    for part in ("coordinator", "node", "verifier", "learner"):
+        unit = (root / "deploy" / "systemd" / f"assay-{part}.service").read_text()
+        final = re.findall(r"^RestartPreventExitStatus=(.*)$", unit, re.MULTILINE)
+        assert final == [f"2 {REFUSED}" if part == "node" else "2"]
+
+
+def test_the_learner_gets_the_settings_of_its_run(root: Path) -> None:
+    unit = (root / "deploy" / "systemd" / "assay-learner.service").read_text()
+    assert "--config /var/lib/assay/learner.toml" in unit
+
+
 def test_the_container_holds_every_part(root: Path) -> None:
     text = (root / "deploy" / "container" / "Containerfile").read_text()
     for part in ("protocol", "node", "verifier", "learner", "coordinator"):

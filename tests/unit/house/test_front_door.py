@@ -108,9 +108,10 @@ def test_every_command_has_a_help_text_with_an_example(part: str) -> None:
     assert missing == []
 
 
-def test_the_page_of_error_codes_is_current(root: Path) -> None:
+@pytest.mark.parametrize("page", ["errors", "settings"])
+def test_the_pages_of_error_codes_and_settings_are_current(root: Path, page: str) -> None:
     result = subprocess.run(
-        [sys.executable, str(root / "docs" / "generate_errors.py"), "--check"], capture_output=True, text=True,
+        [sys.executable, str(root / "docs" / f"generate_{page}.py"), "--check"], capture_output=True, text=True,
         timeout=200, check=False,
     )
     assert result.returncode == 0, result.stderr
