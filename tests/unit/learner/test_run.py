@@ -16,6 +16,7 @@ from protocol.errors import E_UNREACHABLE, LocalFault, PeerFault, Transient
 from protocol.store import DirectoryStore
 from protocol.weights.state_root import hash_named, state_root
 from tests.fakes.learning import (
+    NODE,
     FakeCoordinator,
     Speaker,
     admitted_group,
@@ -71,7 +72,7 @@ def test_versions_change_and_everything_is_announced_in_order(model_dir, stock, 
     } <= set(lines[0])
     assert lines[1]["lag_max"] == 1
     (seen,) = client.screens[1].nodes
-    assert (seen.node_id, seen.tokens, seen.outliers) == ("11" * 32, lines[0]["tokens"], 0)
+    assert (seen.node_id, seen.tokens, seen.outliers) == (NODE.id, lines[0]["tokens"], 0)
 
 
 def fault_points(model_dir, stock, tmp_path) -> int:
