@@ -39,6 +39,11 @@ class Admission:
     def __init__(self, manifest: RunManifest, beacons: Mapping[int, str], *, unproved: bool = False):
         self._manifest, self._beacons, self._unproved = manifest, beacons, unproved
 
+    @property
+    def max_lag(self) -> int:
+        """Versions after which a group is too old."""
+        return self._manifest.batch.max_lag_versions
+
     def admit(self, group: AdmittedGroup, objects: Mapping[str, bytes], version: int) -> TrainingGroup:
         """The group as training data for a learner at ``version``; ``objects`` holds its bundles by SHA-256.
 
