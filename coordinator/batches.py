@@ -10,10 +10,19 @@ from sqlalchemy.orm import Session
 from coordinator import counters, event_log, ledger, steering
 from coordinator.config import CoordinatorConfig
 from coordinator.groups import Groups, head_version
-from coordinator.models import Batch, Checkpoint, Group, GroupState, Lease, Receipt, ReceiptState, Unit
+from coordinator.models import Batch, Checkpoint, Group, GroupState, Lease, Node, Receipt, ReceiptState, Unit, Verdict
 from coordinator.replicas import Replicas
 from coordinator.run import Run
-from protocol.api import E_BATCH, Ack, AdmittedGroup, AdmittedSample, BatchReply, TrainedGroup, TrainedSample
+from protocol.api import (
+    E_BATCH,
+    Ack,
+    AdmittedGroup,
+    AdmittedSample,
+    BatchReply,
+    BundleProof,
+    TrainedGroup,
+    TrainedSample,
+)
 from protocol.envelope import Envelope
 from protocol.errors import E_CONFLICT, E_NOT_FOUND, LocalFault, PeerFault
 from protocol.messages import BatchGroup, BatchPlan, UpdateReceipt
@@ -128,7 +137,7 @@ class Batches:
             TrainedSample.model_validate(dict(s) | ({"object_sha256": None} if s.receipt_sha256 in withheld else {}))
             for s in whole.samples
         ]
-        return TrainedGroup.model_validate(dict(whole) | {"samples": samples})
+        return TrainedGroup.model_validate(dict(whole) | {"samples": samples})  # and no proofs: they name the bundles
 
     def _consume(self, session: Session, entry: BatchGroup, plan: BatchPlan, now_ms: int) -> Sequence[Receipt]:
         group = session.get(Group, entry.group)
@@ -180,8 +189,10 @@ def _verified(session: Session, group: Group) -> list[tuple[Unit, Receipt]]:
 
 def _describe(session: Session, group: Group) -> AdmittedGroup:
     samples: list[AdmittedSample] = []
+    proofs: dict[str, BundleProof] = {}
     for unit, receipt in _verified(session, group):
         lease = Envelope.from_bytes(session.get_one(Lease, receipt.lease_id).envelope)
+        proofs[receipt.sha256] = _proof(session, receipt)
         samples += [
             AdmittedSample(
                 sample=sample, receipt_sha256=receipt.sha256, object_sha256=receipt.object_sha256, lease=lease,
@@ -192,4 +203,16 @@ def _describe(session: Session, group: Group) -> AdmittedGroup:
     return AdmittedGroup(
         group=group.id, environment=group.environment, start_version=group.start_version,
         prompt_tokens=group.prompt_tokens, samples=sorted(samples, key=lambda s: s.sample),
+        proofs=list(proofs.values()),
+    )
+
+
+def _proof(session: Session, receipt: Receipt) -> BundleProof:
+    """What stands behind a bundle; its rewards are those of the first verdict that passed it."""
+    passes = select(Verdict).where(Verdict.receipt_id == receipt.id, Verdict.outcome == "pass")
+    verdict = session.scalars(passes.order_by(Verdict.id).limit(1)).one()
+    return BundleProof(
+        node_public_key=session.get_one(Node, receipt.node_id).public_key,
+        commitment=Envelope.from_bytes(receipt.commitment), receipt=Envelope.from_bytes(receipt.envelope),
+        verdict=Envelope.from_bytes(verdict.envelope),
     )

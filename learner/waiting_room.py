@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from learner.admission import E_TOO_STALE, Admission
+from learner.admission import E_ADMITTED_GROUP, E_TOO_STALE, Admission
 from learner.batch import TrainingGroup
 from learner.journal import Journal
 from learner.staleness import DroppedTokens
@@ -33,6 +33,8 @@ class WaitingRoom:
         self._ready: dict[int, ReadyGroup] = {}
         self._stale: set[int] = set()
         self._used: set[int] = set()
+        self._trained: dict[int, int] = {}  #: groups of published versions that are not stale yet, and the version
+        self._read = 0  #: newest version whose plan was looked at
         self.dropped = DroppedTokens()
 
     def ready(self, listed: list[AdmittedGroup], version: int) -> list[ReadyGroup]:
@@ -40,6 +42,8 @@ class WaitingRoom:
 
         A group with a fault is quarantined and logged; one whose bundles cannot be read now is left for later.
         """
+        self._note_trained(version)
+        listed = [group for group in listed if not self._again(group)]
         names = {group.group for group in listed}
         self._count_dropped(names, version)
         self._stale &= names
@@ -48,6 +52,24 @@ class WaitingRoom:
             if group.group not in self._ready and not self._journal.quarantined(group.group):
                 self._take(group, version)
         return [self._ready[group.group] for group in listed if group.group in self._ready]
+
+    def _note_trained(self, version: int) -> None:
+        """Remember which groups made the versions up to ``version``, as long as they could be listed again."""
+        oldest = version - self._admission.max_lag
+        for made in range(max(self._read + 1, oldest), version + 1):
+            planned = self._journal.plan(made)
+            self._trained |= {} if planned is None else {entry.group: made for entry in planned.plan.groups}
+        self._trained = {group: made for group, made in self._trained.items() if made >= oldest}
+        self._read = version
+
+    def _again(self, group: AdmittedGroup) -> bool:
+        """Whether the group was trained on before; nothing is trained on twice, however well it is signed."""
+        made = self._trained.get(group.group)
+        if made is not None and not self._journal.quarantined(group.group):
+            self._refuse(group, PeerFault(
+                E_ADMITTED_GROUP, "a group is listed that was trained on already", got=f"used for version {made}",
+            ))
+        return made is not None
 
     def _count_dropped(self, listed: set[int], version: int) -> None:
         """Count what waited here, was never used and is listed no more because it got too old."""

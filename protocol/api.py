@@ -204,10 +204,20 @@ class AdmittedSample(_Sample):
     object_sha256: str  #: the bundle that holds it (with the other samples of its lease)
 
 
+class BundleProof(Reply):
+    """What stands behind one bundle of an admitted group, besides its lease (``protocol.provenance``)."""
+
+    node_public_key: str  #: hex; its key id is the node id
+    commitment: WireEnvelope  #: signed by the node
+    receipt: WireEnvelope  #: signed by the coordinator; samples name it by its digest
+    verdict: WireEnvelope  #: the pass whose rewards count, signed by a verifier
+
+
 class AdmittedGroup(_Group):
     """A complete, verified, unconsumed group."""
 
     samples: list[AdmittedSample]  #: ascending by sample
+    proofs: list[BundleProof] = []  #: one for each receipt; none only in records of a release that had none
 
 
 class TrainedSample(_Sample):

@@ -18,7 +18,7 @@ from learner.publisher import Publisher
 from learner.run import Learner
 from learner.trainer import Trainer
 from protocol import bundle, sampler
-from protocol.api import E_BATCH, E_CHECKPOINT_CHAIN, AdmittedGroup, AdmittedSample
+from protocol.api import E_BATCH, E_CHECKPOINT_CHAIN, AdmittedGroup, AdmittedSample, BundleProof
 from protocol.envelope import Envelope
 from protocol.errors import LocalFault, PeerFault
 from protocol.identity import Identity
@@ -28,15 +28,18 @@ from protocol.messages import (
     BatchRules,
     CheckpointHead,
     CheckpointManifest,
+    Commitment,
     Environment,
     Lease,
     ModelSpec,
     Profile,
+    Receipt,
     Roles,
     RunManifest,
     SamplingRules,
     ScreenReport,
     UpdateReceipt,
+    Verdict,
 )
 from protocol.rollout import NO_CODE, Bundle, Finish, Rollout, Segment, prompt_digest, rollout_seed
 from protocol.store import DirectoryStore, Store
@@ -45,7 +48,7 @@ from tests.fakes.clock import FakeClock
 
 RUN_ID = "ab" * 16
 VOCAB = 40
-COORDINATOR, LEARNER = Identity(b"c" * 32), Identity(b"l" * 32)
+COORDINATOR, LEARNER, VERIFIER, NODE = (Identity(letter * 32) for letter in (b"c", b"l", b"v", b"n"))
 
 
 def beacon_of(version: int) -> str:
@@ -86,7 +89,8 @@ def run_manifest(layout: Layout, **batch: int | None) -> RunManifest:
         batch=BatchRules.model_validate(rules | batch), audit=AuditPolicy(),
         profiles=[Profile(name="torch", max_mean_kl_nano=1, max_token_kl_micro=1, max_margin_micro=1)],
         roles=Roles(
-            coordinator=COORDINATOR.public_key.hex(), learner=LEARNER.public_key.hex(), verifiers=["00" * 32]
+            coordinator=COORDINATOR.public_key.hex(), learner=LEARNER.public_key.hex(),
+            verifiers=[VERIFIER.public_key.hex()],
         ),
     )
 
@@ -137,7 +141,7 @@ class Speaker:
         """A whole group; a completion's reward counts its even tokens."""
         prompt = [3 + group % 30, 5, 7, 4 + group % 7]
         rollouts = [self.rollout(prompt, group, sample, version=version, beacon=beacon) for sample in range(size)]
-        given = rewards or [int((r.tokens % 2 == 0).sum()) * 100_000 for r in rollouts]
+        given = rewards or [int((r.tokens % 2 == 0).sum()) * 50_000 for r in rollouts]
         return TrainingGroup(group, prompt, tuple(map(TrainingSample, rollouts, given)))
 
 
@@ -145,25 +149,51 @@ def admitted_group(
     data: TrainingGroup, store: Store, *, per_lease: int = 2, version: int = 0, beacon: str = ""
 ) -> AdmittedGroup:
     """``data`` as the coordinator lists it, its bundles put into ``store``."""
-    samples = []
+    samples, proofs = [], []
     for start in range(0, len(data.samples), per_lease):
         part = data.samples[start : start + per_lease]
-        sha256 = store.put(bundle.encode(Bundle(tuple(s.rollout for s in part))))
+        made = Bundle(tuple(s.rollout for s in part))
         lease = Lease(
-            run_id=RUN_ID, lease_id=f"{data.group:016x}{start:016x}", node_id="11" * 32, environment="sort",
+            run_id=RUN_ID, lease_id=f"{data.group:016x}{start:016x}", node_id=NODE.id, environment="sort",
             group=data.group, samples=[s.rollout.sample for s in part], prompt_tokens=data.prompt_tokens,
             prompt_sha256=prompt_digest(data.prompt_tokens), start_version=version, beacon=beacon or beacon_of(version),
             issued_at_ms=1, deadline_ms=2,
-        ).sign(COORDINATOR)
+        )
+        proof = proof_of(lease, made, store.put(bundle.encode(made)), [s.reward_micro for s in part])
+        proofs.append(proof)
         samples += [
             AdmittedSample(
-                sample=s.rollout.sample, receipt_sha256=f"{data.group:032x}{start:032x}", object_sha256=sha256,
-                lease=lease, reward_micro=s.reward_micro, node_id="11" * 32,
+                sample=s.rollout.sample, receipt_sha256=proof.receipt.digest,
+                object_sha256=Receipt.from_payload(proof.receipt.payload).object_sha256,
+                lease=lease.sign(COORDINATOR), reward_micro=s.reward_micro, node_id=NODE.id,
             )
             for s in part
         ]
     return AdmittedGroup(
-        group=data.group, environment="sort", start_version=version, prompt_tokens=data.prompt_tokens, samples=samples
+        group=data.group, environment="sort", start_version=version, prompt_tokens=data.prompt_tokens, samples=samples,
+        proofs=proofs,
+    )
+
+
+def proof_of(lease: Lease, made: Bundle, object_sha256: str, rewards: list[int]) -> BundleProof:
+    """What node, coordinator and verifier sign for a bundle that passes."""
+    lease_sha256, common = lease.sign(COORDINATOR).digest, {"run_id": RUN_ID, "node_id": NODE.id}
+    commitment = Commitment(
+        **common, lease_id=lease.lease_id, lease_sha256=lease_sha256,
+        bundle_root=bundle.bundle_root(made, lease_sha256), object_sha256=object_sha256, object_bytes=1,
+        rollouts=len(made.rollouts), tokens=sum(map(len, made.rollouts)), profile="torch", issued_at_ms=2,
+    ).sign(NODE)
+    receipt = Receipt(
+        **common, receipt_id=lease.lease_id, lease_id=lease.lease_id, commitment_sha256=commitment.digest,
+        object_sha256=object_sha256, epoch=0, epoch_key_sha256="00" * 32, received_at_ms=3,
+    ).sign(COORDINATOR)
+    verdict = Verdict(
+        **common, verifier_id=VERIFIER.id, lease_id=lease.lease_id, receipt_sha256=receipt.digest, outcome="pass",
+        code=None, tiers=["T0", "T1"], findings=[], samples=lease.samples, rewards_micro=rewards, tokens=1,
+        issued_at_ms=4,
+    ).sign(VERIFIER)
+    return BundleProof(
+        node_public_key=NODE.public_key.hex(), commitment=commitment, receipt=receipt, verdict=verdict
     )
 
 

@@ -7,7 +7,8 @@ from sqlalchemy import select
 
 from coordinator.models import Receipt as ReceiptRow
 from protocol.errors import LocalFault, PeerFault
-from protocol.messages import AuditClaim, Receipt
+from protocol.messages import AuditClaim, Lease, Receipt
+from protocol.provenance import open_provenance
 from tests.fakes.coordinator import RUN_ID, FakeVerifier, World, sha
 from tests.unit.coordinator.conftest import MakeWorld
 
@@ -15,6 +16,24 @@ from tests.unit.coordinator.conftest import MakeWorld
 def status(world: World) -> dict[str, Any]:
     body: dict[str, Any] = world.http.get("/v1/status").json()
     return body
+
+
+def test_a_group_is_admitted_with_what_was_signed_for_it(world: World) -> None:
+    """The learner need not believe the coordinator: commitment, receipt and the pass whose rewards count come along."""
+    node = world.node().join()
+    node.work(4)
+    world.verifier.pass_all()
+    group, _ = world.learner.client.admitted(9)
+    proofs = {proof.receipt.digest: proof for proof in group.proofs}
+    assert list(proofs) == list(dict.fromkeys(s.receipt_sha256 for s in group.samples))
+    run = world.coordinator.run.manifest
+    for sample in group.samples:
+        lease = Lease.from_payload(sample.lease.payload)
+        found = open_provenance(run, lease, sample.lease.digest, proofs[sample.receipt_sha256])
+        assert found.commitment.object_sha256 == sample.object_sha256
+        assert found.rewards_micro[sample.sample] == sample.reward_micro
+    world.learner.client.post_batch(world.learner.plan(2))
+    assert b"proofs" not in world.http.get("/v1/batches/1").content  # they name bundles that may be withheld
 
 
 def test_a_group_is_admitted_when_all_its_samples_passed(world: World) -> None:

@@ -11,11 +11,12 @@ import pytest
 from learner.checkpoint import Cursor
 from learner.config import LearnerConfig
 from learner.run import E_RESUME
-from protocol.api import E_BATCH
+from protocol.api import E_BATCH, AdmittedGroup
 from protocol.errors import E_UNREACHABLE, LocalFault, PeerFault, Transient
 from protocol.store import DirectoryStore
 from protocol.weights.state_root import hash_named, state_root
 from tests.fakes.learning import (
+    NODE,
     FakeCoordinator,
     Speaker,
     admitted_group,
@@ -71,7 +72,7 @@ def test_versions_change_and_everything_is_announced_in_order(model_dir, stock, 
     } <= set(lines[0])
     assert lines[1]["lag_max"] == 1
     (seen,) = client.screens[1].nodes
-    assert (seen.node_id, seen.tokens, seen.outliers) == ("11" * 32, lines[0]["tokens"], 0)
+    assert (seen.node_id, seen.tokens, seen.outliers) == (NODE.id, lines[0]["tokens"], 0)
 
 
 def fault_points(model_dir, stock, tmp_path) -> int:
@@ -259,6 +260,23 @@ def test_a_group_that_does_not_replay_is_quarantined_for_good(model_dir, speaker
     line = json.loads((tmp_path / "work" / "quarantine.jsonl").read_text().splitlines()[0])
     assert line["group"] == 9
     assert line["code"] in {"E_ADMITTED_DRAW", "E_HEAD_TOKEN", "E_HEAD"}
+
+
+def test_a_group_that_was_trained_on_is_not_trained_on_again(model_dir, stock, tmp_path):
+    """Signed by everybody it may be: a coordinator that lists it once more replays it. Also after a restart."""
+    store, pool = stock
+
+    class Replaying(FakeCoordinator):
+        def admitted(self, limit: int) -> list[AdmittedGroup]:
+            return self.groups[: limit if len(self.plans) < 2 else None]
+
+    client = Replaying(groups=pool.groups[:6])
+    make_learner(tmp_path / "work", model_dir, store, client).run(1)
+    used = [entry.group for entry in client.plans[1].groups]
+    make_learner(tmp_path / "work", model_dir, store, client).run(2)
+    assert not set(used) & {entry.group for entry in client.plans[2].groups}
+    lines = [json.loads(line) for line in (tmp_path / "work" / "quarantine.jsonl").read_text().splitlines()]
+    assert [(line["group"], line["code"]) for line in lines] == [(group, "E_ADMITTED_GROUP") for group in used]
 
 
 def test_groups_without_signal_make_a_version_with_the_same_weights(model_dir, speaker: Speaker, tmp_path):
