@@ -277,7 +277,8 @@ def test_bad_calls_are_explained_and_change_nothing(server: Server, tmp_path: Pa
         (["init", str(tmp_path / "new"), "--model", str(tmp_path / "model"), "--preset", "huge"], 2, "E_CONFIG"),
         (["serve", str(tmp_path / "model")], 2, "E_CONFIG"),
         (["nodes", "--dir", str(tmp_path)], 2, "E_CONFIG"),
-        (["ban", "zzzz", "--dir", str(server.directory), "--reason", "x"], 2, "64 hex digits"),
+        (["ban", "zzzz", "--dir", str(server.directory), "--reason", "a test"], 2, "64 hex digits"),
+        (["ban", "ab" * 32, "--dir", str(server.directory), "--reason", "x"], 2, "3 to 400 characters"),
         (["invite", "--dir", str(server.directory)], 1, "E_UNREACHABLE"),
     ):
         done = subprocess.run(
