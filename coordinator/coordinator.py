@@ -276,8 +276,9 @@ class Coordinator:
         try:
             with self.database.write() as session:
                 attendance.note(session, self.clock.now_ms(), at_once=True)
-        except Transient:
-            logger.warning("the end was not written down; leases get a few seconds more", exc_info=True)
+        except Transient as error:
+            about = {"code": error.code, "detail": str(error)}
+            logger.warning("the end was not written down; leases get a few seconds more", extra=about)
 
     def _sweep_forever(self) -> None:
         said = ""

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from protocol import evidence
 from protocol.envelope import Envelope
 from protocol.errors import PeerFault
 from protocol.evidence import decode
 from protocol.identity import Identity
-from protocol.messages import CheckpointManifest, Receipt, UploadRequest, UsedCheckpoint
+from protocol.messages import Receipt, UploadRequest, UsedCheckpoint
 from tests.fakes.coordinator import RUN_ID, World, sha
 from tests.unit.coordinator.conftest import MakeWorld
 
@@ -238,18 +237,3 @@ def test_uploading_twice_sends_nothing_the_second_time(world: World) -> None:
     node.upload(b"again")
     node.upload(b"again")
     assert world.store.has(hashlib.sha256(b"again").hexdigest())
-
-
-def test_a_clock_that_was_set_back_leaves_no_version_out_of_the_evidence(world: World) -> None:
-    """A receipt is dated after every version that was out, so what its rollouts can have used is in the file."""
-    node = world.node().join()
-    [(lease, digest)] = node.leases(1)
-    world.clock.advance(20)
-    world.publish()
-    world.clock.jump(-15)
-    receipt = Receipt.from_payload(node.finish(lease, digest).receipt.payload)
-    world.verifier.pass_all()
-    world.clock.advance(30)
-    world.publish()  # out after the receipt: no rollout of it can have used this one
-    held = evidence.decode(world.http.get(f"/v1/evidence/{receipt.receipt_id}").content)
-    assert [CheckpointManifest.from_payload(c.payload).version for c in held.checkpoints] == [0, 1]
