@@ -132,12 +132,12 @@ class Batches:
     def _shown(self, session: Session, group: Group) -> TrainedGroup:
         """A consumed group, without the bundles that somebody could still hand in a copy of."""
         withheld = {r.sha256 for _, r in _verified(session, group) if self._replicas.withheld(session, r)}
-        whole = _describe(session, group)
+        whole = _describe(session, group, proofs=False)
         samples = [
             TrainedSample.model_validate(dict(s) | ({"object_sha256": None} if s.receipt_sha256 in withheld else {}))
             for s in whole.samples
         ]
-        return TrainedGroup.model_validate(dict(whole) | {"samples": samples})  # and no proofs: they name the bundles
+        return TrainedGroup.model_validate(dict(whole) | {"samples": samples})
 
     def _consume(self, session: Session, entry: BatchGroup, plan: BatchPlan, now_ms: int) -> Sequence[Receipt]:
         group = session.get(Group, entry.group)
@@ -187,12 +187,14 @@ def _verified(session: Session, group: Group) -> list[tuple[Unit, Receipt]]:
     return [(unit, receipt) for unit, receipt in session.execute(query)]
 
 
-def _describe(session: Session, group: Group) -> AdmittedGroup:
+def _describe(session: Session, group: Group, *, proofs: bool = True) -> AdmittedGroup:
+    """A group as the learner gets it; ``proofs`` name the bundles."""
     samples: list[AdmittedSample] = []
-    proofs: dict[str, BundleProof] = {}
+    proved: dict[str, BundleProof] = {}
     for unit, receipt in _verified(session, group):
         lease = Envelope.from_bytes(session.get_one(Lease, receipt.lease_id).envelope)
-        proofs[receipt.sha256] = _proof(session, receipt)
+        if proofs:
+            proved[receipt.sha256] = _proof(session, receipt)
         samples += [
             AdmittedSample(
                 sample=sample, receipt_sha256=receipt.sha256, object_sha256=receipt.object_sha256, lease=lease,
@@ -203,7 +205,7 @@ def _describe(session: Session, group: Group) -> AdmittedGroup:
     return AdmittedGroup(
         group=group.id, environment=group.environment, start_version=group.start_version,
         prompt_tokens=group.prompt_tokens, samples=sorted(samples, key=lambda s: s.sample),
-        proofs=list(proofs.values()),
+        proofs=list(proved.values()),
     )
 
 

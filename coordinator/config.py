@@ -67,7 +67,7 @@ class CoordinatorConfig(Config):
     requeue_ms: Annotated[int, Field(ge=0)] = 2_000
     #: wait before an inconclusive bundle is handed out again; doubles each time
     max_clock_skew_ms: Annotated[int, Field(ge=0)] = 3_600_000
-    #: how far the date of a node's message may be from our clock, and that of a checkpoint ahead of it
+    #: how far the date of a node's or the learner's message may be from our clock
     sweep_s: Annotated[float, Field(gt=0)] = 1.0
     #: how often expired leases are collected
     status_ms: Annotated[int, Field(ge=0)] = 200

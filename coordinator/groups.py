@@ -31,6 +31,14 @@ LIVE = (GroupState.OPEN, GroupState.ADMITTED)
 STALE: Final = "stale"
 #: Cause of a cancellation after a restored database was told of versions whose batches it does not know.
 RESTORED: Final = "restored"
+#: Name of the first group number that no group had that was lost with a restored database.
+FIRST_GROUP: Final = "first_group"
+
+
+def next_number(session: Session) -> int:
+    """The number of the next group: one that none ever had, also none that a restored database has forgotten."""
+    last, first = session.scalar(select(func.max(Group.id))), session.get(Meta, FIRST_GROUP)
+    return max(0 if last is None else last + 1, 0 if first is None else int(first.value))
 
 
 class Groups:
@@ -61,8 +69,7 @@ class Groups:
     def open_one(self, session: Session, now_ms: int) -> list[Unit]:
         """Open the next group at the newest version; its units."""
         head = session.get_one(Checkpoint, head_version(session))
-        last = session.scalar(select(func.max(Group.id)))
-        number = 0 if last is None else last + 1
+        number = next_number(session)
         environment, tokens = self._prompts.prompt(number)
         session.add(
             Group(

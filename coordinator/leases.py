@@ -171,8 +171,8 @@ class Leases:
         While it has peers, a node is compared with them in every group (``coordinator.steering``): units of groups in
         which it has a part come last, after a moment in which others may take them, or after twice the time of a lease
         once it gave one of them back. So no node holds whole groups that it could do as it likes with. A unit whose
-        bundle could not be judged is kept for others for as long, and one that it makes or made a replica of for good:
-        the two would be compared with nothing.
+        bundle could not be judged is kept for others for as long, and so is one that it makes or made a replica of:
+        the two would be compared with nothing, and are paid once.
         """
         peers, patience = self._has_peers(session, node, now_ms), 2 * self._run.manifest.batch.lease_ms
         query = (
@@ -183,7 +183,8 @@ class Leases:
         )
         if peers:
             query = query.where(
-                Unit.id.not_in(_unjudged(node, since_ms=now_ms - patience)), Unit.id.not_in(_shadowed(node))
+                Unit.id.not_in(_unjudged(node, since_ms=now_ms - patience)),
+                Unit.id.not_in(_shadowed(node, since_ms=now_ms - patience)),
             )
         if not (self._config.share_groups and peers):
             units = list(session.scalars(query.limit(wanted)))
@@ -287,7 +288,8 @@ def _unjudged(node: Node, *, since_ms: int) -> Select[int]:
     return select(Receipt.unit_id).where(*aside)
 
 
-def _shadowed(node: Node) -> Select[int]:
-    """Units of which a node holds a replica, or has handed one in."""
+def _shadowed(node: Node, *, since_ms: int) -> Select[int]:
+    """Units of which a node was leased a replica lately, and holds it or has handed it in."""
     made = (LeaseState.ACTIVE, LeaseState.SUBMITTED)
-    return select(Lease.unit_id).where(Lease.node_id == node.id, Lease.shadow.is_(True), Lease.state.in_(made))
+    mine = (Lease.node_id == node.id, Lease.shadow.is_(True), Lease.state.in_(made), Lease.issued_ms > since_ms)
+    return select(Lease.unit_id).where(*mine)

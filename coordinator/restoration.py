@@ -24,7 +24,7 @@ from sqlalchemy.orm import Session
 from coordinator import event_log
 from coordinator.database import E_DATABASE, E_DATABASE_SCHEMA, Database, sqlite_url
 from coordinator.epochs import Epochs
-from coordinator.groups import head_version
+from coordinator.groups import FIRST_GROUP, head_version, next_number
 from coordinator.models import Meta
 from coordinator.run import Run
 from protocol.disk import sync_directory
@@ -32,6 +32,8 @@ from protocol.errors import E_CONFIG, E_NOT_FOUND, E_USAGE, LocalFault
 
 #: Names a row of ``meta`` that is there once a database was restored.
 RESTORED: Final = "restored"
+#: No run opens as many groups in a second: how far numbers are put on for the time that was lost.
+MOST_GROUPS_PER_S: Final = 100
 #: What SQLite keeps beside a database: transactions that are not in it yet, and an index of them.
 _WAL, _SHM, _JOURNAL = "-wal", "-shm", "-journal"
 
@@ -91,6 +93,9 @@ def note_restored(database: Database, run: Run, now_ms: int) -> tuple[int | None
     with database.write() as session:
         _check_run(session, run)
         version, entries = head_version(session), event_log.size(session)
+        last = event_log.entries(session, entries - 1, 1)[0].at_ms if entries else now_ms
+        first = next_number(session) + MOST_GROUPS_PER_S * (1 + max(0, now_ms - last) // 1000)
+        session.merge(Meta(name=FIRST_GROUP, value=str(first).encode()))
         event_log.append(session, now_ms, "restored", {"entries": entries, "version": version})
         Epochs(run).begin_anew(session, now_ms)
         session.merge(Meta(name=RESTORED, value=str(now_ms).encode()))

@@ -106,6 +106,9 @@ class Admission:
         opened = bundle.decode(data, self._manifest.sampling, most=(commitment.rollouts, commitment.tokens))
         root = bundle.bundle_root(opened, sample.lease.digest)
         _require(root == commitment.bundle_root, f"the root {commitment.bundle_root} that was committed to", root)
+        used = {segment.version for rollout in opened.rollouts for segment in rollout.segments}
+        named = {checkpoint.version for checkpoint in commitment.checkpoints}
+        _require(used == named, f"versions {sorted(named)}, as committed to", sorted(used))
         limit = limits.get(commitment.profile, max(limits.values()))
         return _Opened(sample.lease.digest, _by_sample(opened), proof.rewards_micro, limit)
 

@@ -65,6 +65,8 @@ class WaitingRoom:
     def _again(self, group: AdmittedGroup) -> bool:
         """Whether the group was trained on before; nothing is trained on twice, however well it is signed."""
         made = self._trained.get(group.group)
+        if made is not None and group.start_version >= made:
+            return False  # what begins at or after a version cannot have made it
         if made is not None and not self._journal.quarantined(group.group):
             self._refuse(group, PeerFault(
                 E_ADMITTED_GROUP, "a group is listed that was trained on already", got=f"used for version {made}",

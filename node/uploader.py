@@ -12,7 +12,7 @@ from node.health import Health
 from node.spool import E_SPOOL, Receipts, Spool, Spooled
 from node.unit import Unit
 from node.worker import Worker
-from protocol.api import E_NODE_BANNED, SubmitReply
+from protocol.api import E_COMMITMENT_CHECKPOINT, E_NODE_BANNED, E_OBJECT_MISSING, SubmitReply
 from protocol.bundle import bundle_root, encode
 from protocol.clock import Clock
 from protocol.errors import AssayError, LocalFault, PeerFault, Transient, code
@@ -23,6 +23,9 @@ E_RECEIPT = code("E_RECEIPT", "a receipt is for other work than the one that was
 
 _LOG = logging.getLogger(__name__)
 _WAIT_S: Final = 0.2
+#: Refusals that another try may end: an upload that was given up on its way, a version that a restored coordinator is
+#: about to be told.
+_PASSING: Final = frozenset({E_OBJECT_MISSING, E_COMMITMENT_CHECKPOINT})
 #: Items delivered at once; most of the time of one is waiting for answers.
 SIDE_BY_SIDE: Final = 4
 
@@ -138,6 +141,7 @@ class Uploader(Worker):
         super().__init__(health)
         self._office, self._outbox, self._receipts = office, outbox, receipts
         self._manifest, self._clock = run, clock
+        self._patience_ms = 2 * run.batch.lease_ms
 
     def work(self) -> float:
         """Deliver one item.
@@ -166,6 +170,8 @@ class Uploader(Worker):
         except PeerFault as error:
             if error.code == E_NODE_BANNED:
                 raise
+            if error.code in _PASSING and self._clock.now_ms() < item.commitment.issued_at_ms + self._patience_ms:
+                raise Transient(error.code, f"work is not taken yet: {error.message}", got=error.got) from error
             self.health.refused(error)
             _LOG.warning("work refused: %s", error, extra={"code": error.code, "lease_id": lease_id})
         except LocalFault as error:

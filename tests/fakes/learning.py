@@ -39,6 +39,7 @@ from protocol.messages import (
     SamplingRules,
     ScreenReport,
     UpdateReceipt,
+    UsedCheckpoint,
     Verdict,
 )
 from protocol.rollout import NO_CODE, Bundle, Finish, Rollout, Segment, prompt_digest, rollout_seed
@@ -182,6 +183,10 @@ def proof_of(lease: Lease, made: Bundle, object_sha256: str, rewards: list[int])
         **common, lease_id=lease.lease_id, lease_sha256=lease_sha256,
         bundle_root=bundle.bundle_root(made, lease_sha256), object_sha256=object_sha256, object_bytes=1,
         rollouts=len(made.rollouts), tokens=sum(map(len, made.rollouts)), profile="torch", issued_at_ms=2,
+        checkpoints=[
+            UsedCheckpoint(version=version, manifest_sha256=f"{version:064x}")
+            for version in sorted({segment.version for rollout in made.rollouts for segment in rollout.segments})
+        ],
     ).sign(NODE)
     receipt = Receipt(
         **common, receipt_id=lease.lease_id, lease_id=lease.lease_id, commitment_sha256=commitment.digest,

@@ -252,3 +252,19 @@ def test_work_goes_on_where_no_batch_is_lost(make_world: MakeWorld) -> None:
     world.learner.client.publish_checkpoint(world.learner.manifests[1])
     world.learner.client.publish_head(world.learner.head().sign(world.learner.key))
     assert [state for _, state, _ in states(world)] == ["consumed", "admitted"]
+
+
+def test_numbers_of_groups_that_were_lost_are_not_given_again(world: World) -> None:
+    """The learner refuses for good what it trained on, or could not, by number."""
+    copy = backup(world.directory / "coordinator.db")
+    world.clock.advance(90)
+    node = world.node().join()
+    lost = {lease.group for lease, _ in node.leases(8)}
+    assert lost
+    for name in ("once", "twice"):
+        put_back(world, copy)
+        again = {lease.group for lease, _ in world.node(name).join().leases(8)}
+        assert again
+        assert min(again) > max(lost) + 90
+        lost |= again
+        world.clock.advance(5)

@@ -346,6 +346,21 @@ def test_a_bug_in_a_thread_ends_the_daemon(tmp_path: Path, office: FakeCoordinat
     assert daemon.run() is Outcome.FAULT
 
 
+@pytest.mark.parametrize("code", ["E_OBJECT_MISSING", "E_COMMITMENT_CHECKPOINT"])
+def test_work_is_handed_in_again_when_that_may_help(tmp_path: Path, office: FakeCoordinator, code: str) -> None:
+    """An upload was given up on its way; a coordinator was restored and is not told all versions yet."""
+    from protocol.errors import PeerFault
+
+    office.offer(office.lease_of(0), office.lease_of(1))
+    office.fail("submit", PeerFault(code, "not there"))
+    office.complete_after = 2
+    daemon, _ = make_daemon(tmp_path, office)
+    assert daemon.run() is Outcome.DONE
+    assert daemon.health.snapshot()["refusals"] == {}
+    assert len((tmp_path / "receipts.jsonl").read_text().splitlines()) == 2
+    assert not list(tmp_path.glob("spool/*"))
+
+
 def test_work_the_coordinator_will_not_take_is_dropped_and_counted(tmp_path: Path, office: FakeCoordinator) -> None:
     from protocol.errors import PeerFault
 

@@ -124,7 +124,9 @@ def test_a_closed_output_is_no_fail(write: Any, honest: Any) -> None:
 
 
 def test_an_interrupt_is_130(write: Any, honest: Any, tmp_path: Path) -> None:
-    wait = "import sys, time, verifier.audit as a\na.audit = lambda *_: (print('on', flush=True), time.sleep(300))\n"
+    # Whoever runs this in the background of a shell may have told it to ignore interrupts.
+    wait = "import signal, sys, time, verifier.audit as a\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    wait += "a.audit = lambda *_: (print('on', flush=True), time.sleep(300))\n"
     call = f"import assay\nassay.main(['audit', {write(honest)!r}, '--root', {ROOT.public_key.hex()!r}])"
     with subprocess.Popen(
         [sys.executable, "-c", wait + call], stdout=subprocess.PIPE, stderr=subprocess.PIPE
