@@ -68,7 +68,8 @@ class LogMemory:
 
         Raises:
             PeerFault: it is not the coordinator's; ``E_LOG_ROLLBACK``, ``E_LOG_FORK`` or ``E_LOG_CONSISTENCY`` when it
-                does not contain the one before. Both signed heads are then kept: they prove it to anybody.
+                seems not to contain the one before. Both signed heads are then kept: with the entries they prove it to
+                anybody, or clear the coordinator (a proof is not signed, and a head may be an old one).
             Transient: no proof could be had.
             LocalFault: ``E_HOME``.
         """
@@ -112,7 +113,10 @@ class LogMemory:
             raise
 
     def _hint(self) -> str:
-        return f"keep {self.path} and {self.conflict}: both are signed; show them to others"
+        return (
+            f"keep {self.path} and {self.conflict}, both signed: assay audit log URL --root HEX --against "
+            f"{self.conflict} says whether they contradict each other, or an answer was spoilt on its way"
+        )
 
     def _open(self, note: str) -> LogHead:
         return LogHead.open(note, self._run.run_id, bytes.fromhex(self._run.roles.coordinator))

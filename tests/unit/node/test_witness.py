@@ -68,7 +68,7 @@ def test_a_log_that_was_rewritten_is_noticed(memory: LogMemory, log: FakeLog, hi
     memory.see(before, log)
     other = FakeLog()
     other.grow(*history)
-    with pytest.raises(PeerFault, match="show them to others") as caught:
+    with pytest.raises(PeerFault, match="--against") as caught:
         memory.see(other.head(), other)
     assert caught.value.code == code
     assert (memory.path.read_text(), memory.conflict.read_text()) == (before, other.head())
