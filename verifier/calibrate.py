@@ -13,7 +13,7 @@ import numpy as np
 
 from protocol.calibration import Calibration, CalibrationRecord, Profile
 from protocol.errors import LocalFault, code
-from protocol.evidence import MAX_FILE_BYTES, Evidence
+from protocol.evidence import MAGIC, MAX_FILE_BYTES, Evidence
 from protocol.identity import Identity
 from protocol.messages import RunManifest
 from protocol.model_files import fetch_model_files
@@ -129,6 +129,17 @@ def _check_verdicts(file: Path, evidence: Evidence, run: RunManifest, opened: Op
 
 def _unfit(file: Path, expected: str, got: str) -> LocalFault:
     return LocalFault(E_CALIBRATION, f"{file} is of no use here", expected=expected, got=got)
+
+
+def evidence_below(folder: Path) -> list[Path]:
+    """Files below ``folder`` that begin as evidence does; downloads have the receipt's id for a name."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                if file.read(len(MAGIC)) == MAGIC:
+                    found.append(path)
+    return found
 
 
 def make_record(

@@ -86,11 +86,11 @@ def calibrate(
     from protocol.clock import SystemClock
     from protocol.identity import Identity, root_key
     from protocol.paths import check_input_file, check_output_file, replacing
-    from verifier.calibrate import make_record, measure_files
+    from verifier.calibrate import evidence_below, make_record, measure_files
     from verifier.calibration_table import print_record
     from verifier.material import Material
 
-    files = sorted(file for path in evidence for file in (path.rglob("*.evidence") if path.is_dir() else [path]))
+    files = sorted(file for path in evidence for file in (evidence_below(path) if path.is_dir() else [path]))
     inputs = [("the evidence", file) for file in files] + [("--checkpoint", folder) for folder in checkpoint]
     for file in files:
         check_input_file("the evidence", file)

@@ -19,7 +19,7 @@ from protocol.evidence import encode
 from protocol.identity import Identity
 from tests.adversary.world import NODE, PROFILE, ROOT, RUN_ID, VERIFIER, World, quantised
 from tests.fakes.logged_evidence import logged, verdict_on
-from verifier.calibrate import Honest, limits, make_record, measure_files
+from verifier.calibrate import Honest, evidence_below, limits, make_record, measure_files
 from verifier.cli import app
 from verifier.material import Material
 from verifier.scores import T2_PROFILE
@@ -43,6 +43,13 @@ def files(world, honest, tmp_path):
     for number, submission in enumerate(honest):
         (folder / f"{number}.evidence").write_bytes(encode(world.evidence(submission)))
     return folder
+
+
+def test_evidence_is_found_by_what_it_is(files):
+    (files / "0.evidence").rename(files / ("ab" * 16))  # as it is downloaded
+    (files / "notes.evidence").write_text("not evidence")
+    (files / "empty").write_text("")
+    assert [path.name for path in evidence_below(files)] == ["1.evidence", "ab" * 16]
 
 
 def test_a_record_takes_the_place_of_nothing_it_is_made_of(world, files, tmp_path):
