@@ -85,7 +85,10 @@ def decode(data: bytes) -> Evidence:
         PeerFault: ``E_EVIDENCE``, ``E_TOO_LARGE``, ``E_JSON``, ``E_ENVELOPE`` or ``E_LOG_ENTRY``.
     """
     if data[: len(MAGIC)] != MAGIC:
-        raise _malformed(f"a file that begins with {MAGIC.decode()}", repr(data[: len(MAGIC)]))
+        fault = _malformed(f"a file that begins with {MAGIC.decode()}", repr(data[: len(MAGIC)]))
+        if data.startswith(b'{"format":"assay-log'):
+            fault.hint = "this is a log: assay audit log FILE"
+        raise fault
     length = int.from_bytes(data[len(MAGIC) : _PREFIX], "little")
     if len(data) < _PREFIX or length > MAX_HEADER_BYTES or len(data) - _PREFIX < length:
         raise _malformed(f"a header of {length} bytes (at most {MAX_HEADER_BYTES})", f"{len(data)} bytes in all")

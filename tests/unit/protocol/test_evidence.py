@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol import log_file
 from protocol.envelope import Envelope
 from protocol.errors import PeerFault
 from protocol.evidence import MAGIC, MAX_VERDICTS, Evidence, decode, encode
@@ -80,6 +81,12 @@ def _spoil(data: bytes, kind: str) -> bytes:
 def test_malformed(kind, code):
     with pytest.raises(PeerFault, match=code):
         decode(_spoil(encode(_evidence()), kind))
+
+
+def test_a_log_is_told_apart():
+    with pytest.raises(PeerFault, match="assay audit log FILE") as caught:
+        decode(log_file.MAGIC + b'"head":""}')
+    assert caught.value.code == "E_EVIDENCE"
 
 
 def test_too_many_verdicts():
