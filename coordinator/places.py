@@ -31,6 +31,11 @@ class Places:
         self._total, self._per_node = total, per_node
         self._held: list[_Place] = []
 
+    @property
+    def held(self) -> int:
+        """Places that are taken."""
+        return len(self._held)
+
     @contextmanager
     def hold(self, node: str, address: str, sha256: str) -> Iterator[None]:
         """A place for the time of one upload. The same object of the same node again takes over its own place: what

@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 _WAIT_S: Final = 0.2
 #: Refusals that another try may end: an upload that was given up on its way, a version that a restored coordinator is
 #: about to be told.
-_PASSING: Final = frozenset({E_OBJECT_MISSING, E_COMMITMENT_CHECKPOINT})
+PASSING: Final = frozenset({E_OBJECT_MISSING, E_COMMITMENT_CHECKPOINT})
 #: Items delivered at once; most of the time of one is waiting for answers.
 SIDE_BY_SIDE: Final = 4
 
@@ -170,7 +170,7 @@ class Uploader(Worker):
         except PeerFault as error:
             if error.code == E_NODE_BANNED:
                 raise
-            if error.code in _PASSING and self._clock.now_ms() < item.commitment.issued_at_ms + self._patience_ms:
+            if error.code in PASSING and self._clock.now_ms() < item.commitment.issued_at_ms + self._patience_ms:
                 raise Transient(error.code, f"work is not taken yet: {error.message}", got=error.got) from error
             self.health.refused(error)
             _LOG.warning("work refused: %s", error, extra={"code": error.code, "lease_id": lease_id})

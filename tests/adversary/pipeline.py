@@ -31,13 +31,13 @@ from node.leaser import Leaser
 from node.membership import Membership
 from node.spool import Spooled
 from node.unit import Unit
-from node.uploader import Sealer, Uploader
+from node.uploader import PASSING, Sealer, Uploader
 from node.weights import Weights
 from node.worker import Worker
 from protocol.api import AuditJob
 from protocol.client import CoordinatorClient
 from protocol.envelope import Envelope
-from protocol.errors import PeerFault
+from protocol.errors import PeerFault, Transient
 from protocol.identity import Identity
 from protocol.messages import AuditClaim, CheckpointHead, Verdict
 from protocol.weights.cache import ChunkCache
@@ -118,7 +118,9 @@ class NodeAtWork:
                 self.worker(Sealer).work()
                 self.pipeline.world.clock.advance(0.001)  # one submission per instant
                 self.worker(Uploader).work()
-        except PeerFault as error:  # banned, or refused in a way that ends a daemon
+        except (PeerFault, Transient) as error:  # banned, refused in a way that ends a daemon, or tried again later
+            if isinstance(error, Transient) and error.code not in PASSING:
+                raise
             self.refusals[error.code] = self.refusals.get(error.code, 0) + 1
         snapshot = self.daemon.health.snapshot()
         self.refusals |= snapshot["refusals"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from protocol.messages import UploadRequest
 from tests.fakes.clock import FakeClock
 from tests.fakes.coordinator import RUN_ID, FakeNode, World
 from tests.fakes.served import Address, begin, connect, is_closed, served, status_of
+from tests.fakes.waiting import until
 
 Serve = Callable[..., tuple[World, Address]]
 
@@ -50,7 +52,7 @@ def grant(world: World, node: FakeNode, data: bytes) -> str:
 
 def worker(world: World, name: str) -> FakeNode:
     node = world.node(name).join()
-    node.leases(1)
+    assert len(node.leases(4)) == 4  # as many objects it may send
     return node
 
 
@@ -82,11 +84,11 @@ def test_silent_uploads_keep_nobody_out(serve: Serve, stack: ExitStack) -> None:
     world, server = serve(max_uploads=4, max_uploads_per_node=2)
     one, two, honest = (worker(world, name) for name in ("one", "two", "honest"))
     silent = [silent_upload(stack, world, server, node, "127.0.0.2") for node in (one, one, two, two)]
-    time.sleep(0.3)
+    until(lambda: world.coordinator.uploads.places.held == 4)
     assert upload(world, server, one, "127.0.0.9", b"a third of one node") == 429
     assert upload(world, server, honest, "127.0.0.3", b"another address") == 200
     silent.append(silent_upload(stack, world, server, one, "127.0.0.2"))  # the place that was given up meanwhile
-    time.sleep(0.3)
+    until(lambda: world.coordinator.uploads.places.held == 4)
     assert upload(world, server, honest, "127.0.0.2", b"another node, same address") == 200
 
 
@@ -99,24 +101,21 @@ def test_a_place_is_for_whoever_may_upload(serve: Serve, stack: ExitStack) -> No
         with connect(server) as connection:
             connection.sendall(begin("PUT", url.replace(*change), 4))
             assert status_of(connection) == 403
-    for _ in range(5):
-        stack.enter_context(connect(server)).sendall(begin("PUT", url, 4))
-    time.sleep(0.3)
+    same = [stack.enter_context(connect(server)) for _ in range(5)]
+    for connection in same:
+        connection.sendall(begin("PUT", url, 4))
+    until(lambda: len(select.select(same, [], [], 0)[0]) == 4)  # all but the one that holds the place are answered
     assert upload(world, server, other, "127.0.0.2", b"there is room") == 200
     assert upload(world, server, node, "127.0.0.2", b"data") == 200
 
 
 def test_an_upload_has_to_keep_a_pace(serve: Serve, stack: ExitStack) -> None:
     """An honest slow line comes through however long it takes; a silent or a dripping one does not."""
-    world, server = serve(body_timeout_s=0.6, upload_bytes_per_s=20_000, head_timeout_s=0.6)
+    world, server = serve(body_timeout_s=1.5, upload_bytes_per_s=5_000, head_timeout_s=1.5)
     node, data = worker(world, "node"), os.urandom(90_000)
-    began = time.monotonic()
     assert status_of(silent_upload(stack, world, server, node, "127.0.0.2")) == 503
-    assert time.monotonic() - began < 5
-    began = time.monotonic()
-    assert upload(world, server, node, "127.0.0.2", data, pace=45_000) == 200
-    assert time.monotonic() - began > 1.5  # more than any fixed time that a silent one is given
-    assert upload(world, server, node, "127.0.0.2", os.urandom(90_000), pace=4_000) in (503, None)
+    assert upload(world, server, node, "127.0.0.2", data, pace=30_000) == 200  # 3 s: longer than a silent one is given
+    assert upload(world, server, node, "127.0.0.2", os.urandom(90_000), pace=1_000) in (503, None)
 
 
 def test_what_is_coming_is_not_held_in_memory(serve: Serve, stack: ExitStack) -> None:
@@ -174,7 +173,8 @@ def test_slow_readers_hold_no_objects(serve: Serve, stack: ExitStack, monkeypatc
     monkeypatch.setattr(world.store, "read", counted)
     for _ in range(8):
         stack.enter_context(connect(server, buffer_bytes=4096)).sendall(begin("GET", f"/v1/objects/{sha256}"))
-    time.sleep(1.5)
+    until(lambda: len(handed_out) >= 8)
+    time.sleep(1.5)  # whatever more it would hand out
     assert max(handed_out) <= 2**20
     assert sum(handed_out) < 8 * len(data) / 2  # what the kernel takes, and a piece for each
     url = f"http://{server[0]}:{server[1]}/v1/objects/{sha256}"
@@ -191,13 +191,12 @@ def test_a_reader_that_stops_is_cut_off_and_one_that_is_slow_is_not(serve: Serve
     stopped, slow = (stack.enter_context(connect(server, buffer_bytes=65_536)) for _ in range(2))
     for connection in (stopped, slow):
         connection.sendall(url)
-    came, began = 0, time.monotonic()
+    came = 0
     while came < len(data):  # about 2 MiB per second, with pauses: the kernel takes more in lumps of up to 1 MiB
         part = slow.recv(65_536)
         assert part
         came += len(part)
         time.sleep(0.03)
-    assert time.monotonic() - began > 2
     taken = 0
     with suppress(ConnectionError):
         while part := stopped.recv(65_536):
@@ -242,10 +241,8 @@ def answers(server: Address, host: str) -> bool:
 def test_silent_connections_keep_nobody_out(serve: Serve, stack: ExitStack) -> None:
     _, server = serve(max_connections=8, max_connections_per_address=6)
     silent = [stack.enter_context(connect(server, "127.0.0.2")) for _ in range(6)]
-    time.sleep(0.3)
-    assert not answers(server, "127.0.0.2")
+    assert not answers(server, "127.0.0.2")  # they come in in this order
     silent += [stack.enter_context(connect(server, "127.0.0.3")) for _ in range(2)]
-    time.sleep(0.3)
     assert answers(server, "127.0.0.4")  # of those who are silent, the one that has most makes room
     assert is_closed(silent[0])
 
@@ -259,15 +256,13 @@ def test_a_proxy_is_not_limited_as_one_address(serve: Serve, stack: ExitStack) -
 
 
 def test_a_request_has_to_begin_in_time(serve: Serve, stack: ExitStack) -> None:
-    _, server = serve(head_timeout_s=0.5)
+    _, server = serve(head_timeout_s=2.0)
     silent, begun, between = (stack.enter_context(connect(server)) for _ in range(3))
     begun.sendall(b"GET /healthz HT")
     between.sendall(begin("GET", "/healthz"))
     assert status_of(between) == 200
     between.sendall(b"G")
-    began = time.monotonic()
     assert all(map(is_closed, (silent, begun, between)))
-    assert time.monotonic() - began < 5
 
 
 def test_the_rest_of_a_body_that_was_refused_is_not_read_for_ever(serve: Serve, stack: ExitStack) -> None:
@@ -275,9 +270,13 @@ def test_the_rest_of_a_body_that_was_refused_is_not_read_for_ever(serve: Serve, 
     connection = stack.enter_context(connect(server))
     connection.sendall(begin("PUT", f"/v1/uploads/{'00' * 32}?size=1&expires=1&node=x&sig=x", 10**9))
     assert status_of(connection) == 403
-    began = time.monotonic()
-    with suppress(ConnectionError):
-        while time.monotonic() - began < 15:
-            connection.sendall(bytes(1000))
-            time.sleep(0.02)
-    assert time.monotonic() - began < 10
+    until(lambda: is_cut(connection))
+
+
+def is_cut(connection: socket.socket) -> bool:
+    """Whether the other side takes no more of what is sent."""
+    try:
+        connection.sendall(bytes(1000))
+    except ConnectionError:
+        return True
+    return False
