@@ -142,8 +142,10 @@ def off_grid(world: World, lease: Lease) -> Submission:
 
 @attack(31, "segments that go back to an older version", "T0", "E_SEGMENTS")
 def descending_versions(world: World, lease: Lease) -> Submission:
+    """The commitment does not name the older one, or the coordinator would not take it."""
     claimed = [Segment(0, lease.start_version), Segment(8, lease.start_version - 1)]
-    return world.submission(lease, claiming(world.honest(lease), claimed))
+    named = world.named([lease.start_version])
+    return world.submission(lease, claiming(world.honest(lease), claimed), checkpoints=named)
 
 
 @attack(25, "truncated bundle", "T0", "E_BUNDLE_PACKED", "E_BUNDLE_COLUMNS")
